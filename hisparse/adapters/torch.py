@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
 from hisparse.kernels import chunk_attention, paged_attention
-from hisparse.kernels.device_limits import DeviceLimits, attention_shared_bytes
+from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 from hisparse.units import format_bytes
 
@@ -55,3 +56,14 @@ class TorchAdapter(BackendAdapter):
         first_key: int = 0,
     ) -> Attended:
         return Attended(*chunk_attention(q, k, v, causal=causal, rule=rule, first_key=first_key))
+
+
+def attention_shared_bytes(kv: KVSpec) -> int:
+    """Shared memory of a block of Triton's attention, as compiled for a GPU that has little.
+
+    The largest of heads up to 256 wide, or that of latents of 512 and 64; decode and prefill.
+    """
+    float32 = kv.dtype == torch.float32
+    if kv.latent:
+        return 112_768 if float32 else 75_776
+    return 51_328 if float32 else 74_752

@@ -1,4 +1,4 @@
-"""What a GPU offers to a kernel, and what kernels take of it that not every GPU has."""
+"""What a GPU offers to kernels: its name and its shared memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hisparse.types import KVSpec
-
-__all__ = ["DeviceLimits", "attention_shared_bytes", "device_limits"]
+__all__ = ["DeviceLimits", "device_limits"]
 
 
 class DeviceLimits(NamedTuple):
@@ -32,14 +30,3 @@ def device_limits(device_type: str) -> DeviceLimits | None:
     about: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     name = f"{about.name} (sm_{about.major}{about.minor})"
     return DeviceLimits(name, about.shared_memory_per_block_optin)
-
-
-def attention_shared_bytes(kv: KVSpec) -> int:
-    """Shared memory of a block of Triton's attention, as compiled for a GPU that has little.
-
-    The largest of heads up to 256 wide, or that of latents of 512 and 64; decode and prefill.
-    """
-    float32 = kv.dtype == torch.float32
-    if kv.latent:
-        return 112_768 if float32 else 75_776
-    return 51_328 if float32 else 74_752

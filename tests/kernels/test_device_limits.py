@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.kernels.device_limits import attention_shared_bytes
+from hisparse.adapters.torch import attention_shared_bytes
 from tests.fake_cuda.device import SHARED_BYTES
 from tests.fake_cuda.engine import model
 from tests.fake_cuda.variants import Setting, Variant, variants

@@ -29,26 +29,25 @@ _MIN_DOT = 16
 def tail_arguments(query: Tensor, tail: TailPages | None, lse: Tensor | None) -> dict[str, Any]:
     """Arguments of a kernel that calls :func:`find_tail_lse`; without ``tail`` none is read."""
     if tail is None or lse is None:
-        names = ("keys", "scales", "pages", "lens", "lse")
-        strides = ("page", "head", "token", "scale_page", "scale_head", "scale_token")
-        nothing = {f"tail_{name}": query for name in names} | {
-            f"tail_{name}": 0 for name in (*strides, "rows", "heads")
+        nothing = (query, 0, 0, 0)
+        return {
+            "tail_keys": nothing,
+            "tail_scales": nothing,
+            "tails": (query, query, query, 0, 0),
+            "TAIL": False,
+            "TAIL_SIZE": 16,
+            "TAIL_PARTS": 1,
+            "TAIL_SCALED": False,
         }
-        return nothing | {"TAIL": False, "TAIL_SIZE": 16, "TAIL_PARTS": 1, "TAIL_SCALED": False}
     k, scales = tail.kv.k, tail.kv.scales
-    steps = dict(zip(("page", "head", "token"), k.stride()[:3], strict=True))
-    scale_steps = (0, 0, 0) if scales is None else scales.stride()[:3]
-    steps |= zip(("scale_page", "scale_head", "scale_token"), scale_steps, strict=True)
     narrow = torch.float16 if scales is not None else k.dtype
-    return {f"tail_{name}": step for name, step in steps.items()} | {
-        # As bytes, because some GPUs that Triton compiles for do not have this format.
-        "tail_keys": k.view(torch.uint8) if k.dtype == torch.float8_e4m3fn else k,
-        "tail_scales": query if scales is None else scales,
-        "tail_pages": tail.pages.contiguous(),
-        "tail_lens": tail.lens.contiguous(),
-        "tail_lse": lse,
-        "tail_rows": len(tail.pages) // len(query),
-        "tail_heads": k.shape[1],
+    # As bytes, because some GPUs that Triton compiles for do not have this format.
+    keys = k.view(torch.uint8) if k.dtype == torch.float8_e4m3fn else k
+    pages, lens = tail.pages.contiguous(), tail.lens.contiguous()
+    return {
+        "tail_keys": (keys, *k.stride()[:3]),
+        "tail_scales": (query, 0, 0, 0) if scales is None else (scales, *scales.stride()[:3]),
+        "tails": (pages, lens, lse, len(tail.pages) // len(query), k.shape[1]),
         "TAIL": True,
         "TAIL_SIZE": max(_MIN_DOT, triton.next_power_of_2(k.shape[2])),
         "TAIL_PARTS": num_parts(query.dtype, narrow),

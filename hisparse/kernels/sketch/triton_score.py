@@ -47,16 +47,13 @@ def sketch_score(
     _score_kernel[
         (triton.cdiv(width, options["PAGES"]) + (tail is not None), kv_heads * blocks, batch)
     ](
-        query,
-        sketches,
-        host_page_table,
+        (query, *query.stride()),
+        (sketches, *sketches.stride()[:2]),
+        (host_page_table, *host_page_table.stride()),
         num_pages.contiguous(),
         scores,
         scale,
         width,
-        *query.stride(),
-        *sketches.stride()[:2],
-        *host_page_table.stride(),
         q_heads,
         kv_heads,
         GROUP=group,
@@ -227,35 +224,18 @@ def _sum_tokens(
 
 @triton.jit
 def _score_kernel(
-    query,  # [B, Hq, D]
-    sketches,  # [host pages, Hkv, bytes]
-    host_page_table,  # [B, P]
+    query,  # [B, Hq, D], and its strides
+    sketches,  # [host pages, Hkv, bytes], and its strides of pages and heads
+    host_page_table,  # [B, P], and its strides
     num_pages,  # [B]
     scores,  # [B, Hq, P]
     scale,
     width,
-    query_request,
-    query_head,
-    query_dim,
-    stride_page,
-    stride_head,
-    stride_table,
-    stride_entry,
     q_heads,
     kv_heads,
-    tail_keys,  # [N, tail_heads, S, D], if TAIL
-    tail_scales,  # [N, tail_heads, S, 2], if TAIL_SCALED
-    tail_pages,  # [B * tail_rows]
-    tail_lens,  # [B * tail_rows]
-    tail_lse,  # [B, Hq]
-    tail_page,
-    tail_head,
-    tail_token,
-    tail_scale_page,
-    tail_scale_head,
-    tail_scale_token,
-    tail_rows,
-    tail_heads,
+    tail_keys,  # see find_tail_lse, if TAIL
+    tail_scales,  # the same, if TAIL_SCALED
+    tails,  # pages and lens [B * rows], lse [B, Hq], rows and heads of a request, if TAIL
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     PAGES: tl.constexpr,
@@ -273,24 +253,28 @@ def _score_kernel(
     TAIL_PARTS: tl.constexpr,
     TAIL_SCALED: tl.constexpr,
 ):
+    query_data, query_request, query_head, query_dim = query
+    sketch_data, sketch_page, sketch_head = sketches
+    table, table_row, table_entry = host_page_table
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
     head = tl.program_id(1) // blocks
     request = tl.program_id(2).to(tl.int64)
     member = tl.program_id(1) % blocks * QUERIES + tl.arange(0, QUERIES)
     asked = member < GROUP
-    place = query + request * query_request + (head * GROUP + member) * query_head
+    place = query_data + request * query_request + (head * GROUP + member) * query_head
     asking = (place, query_dim, asked)
     row = request * q_heads + head * GROUP + member
     block = tl.program_id(0)
     if TAIL:
         # The first program, for it waits for three loads one after the other.
         if block == 0:
+            tail_pages, tail_lens, tail_lse, tail_rows, tail_heads = tails
             tail_row = request * tail_rows + head * tail_rows // kv_heads
             lse = find_tail_lse(
                 asking,
                 scale,
-                (tail_keys, tail_page, tail_head, tail_token),
-                (tail_scales, tail_scale_page, tail_scale_head, tail_scale_token),
+                tail_keys,
+                tail_scales,
                 (tl.load(tail_pages + tail_row).to(tl.int64), head % tail_heads),
                 tl.load(tail_lens + tail_row),
                 DIM,
@@ -312,12 +296,12 @@ def _score_kernel(
         return
     # What is read in place of absent pages is discarded.
     present = page < count
-    entry = host_page_table + request * stride_table + page * stride_entry
+    entry = table + request * table_row + page * table_entry
     host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
     # What a launch finds out about strides is whether 16 divides them, but a sketch's bytes seldom
     # are a multiple of 16.
-    offset = tl.multiple_of(host_page * stride_page + head * stride_head, UNIT)
-    source = (sketches + offset)[:, None]
+    offset = tl.multiple_of(host_page * sketch_page + head * sketch_head, UNIT)
+    source = (sketch_data + offset)[:, None]
     up, down = powers_of_queries(asking, DIM, DIM_BLOCK)
     base = _base(source, asking, up, DIM, DIM_BLOCK, COUNT * CODE_BYTES, PARTS)
     factor = (down * 16.0 * scale)[None, :]
