@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError, unknown_name
-from hisparse.kernels.arguments import Arg, Result, Shape, Sizes, check_all
+from hisparse.kernels.arguments import Arg, Result, Shape, Size, Sizes, check_all
 from hisparse.kernels.build import cuda as build_cuda
 from hisparse.kernels.build.cpu import call_cpu, cpu_library
 from hisparse.kernels.build.cuda import call_cuda
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _MAX_PASSED = 4096
 
 Implementation = Callable[..., Any]
+_SizeOf = Callable[[Sequence[Any], Mapping[str, int]], int]
+_Maker = Callable[[Sequence[Any], Mapping[str, int]], Tensor]
 _Allocator = Callable[[Sequence[Tensor | None], Mapping[str, int]], "tuple[Tensor, ...]"]
 
 
@@ -216,11 +218,10 @@ class Operation:
 
 
 def _allocator(arguments: Sequence[Arg], results: Sequence[Result]) -> _Allocator:
-    """Compile a function that returns uninitialised results.
+    """A function that allocates uninitialised results.
 
-    The function is made from Python text, because a loop over declarations would take longer than
-    PyTorch's allocations. An allocation is fastest with ``empty_like``, next with ``new_empty``,
-    and slowest where a dtype has to be given.
+    PyTorch allocates fastest with ``empty_like``, next with ``new_empty``, and slowest where a
+    dtype has to be given. Which of them makes a result is decided here, once.
 
     Args:
         arguments: the tensors that an operation takes.
@@ -230,41 +231,63 @@ def _allocator(arguments: Sequence[Arg], results: Sequence[Result]) -> _Allocato
         a function of a call's tensors, of which the last ones may be left out, and of the sizes
         that no tensor has.
     """
-    known: dict[str, tuple[Any, Shape]] = {
-        f"given[{i}]": (x.dtypes, x.shape) for i, x in enumerate(arguments) if not x.optional
-    }
-    made = []
-    for number, result in enumerate(results):
+    count = len(arguments)
+    # Tensors that are there when a result is made, by their place among arguments and results.
+    known = {i: (x.dtypes, x.shape) for i, x in enumerate(arguments) if not x.optional}
+    makers = []
+    for place, result in enumerate(results, start=count):
         shape = Shape(result.shape)
         dtype = result.dtype if isinstance(result.dtype, str) else (result.dtype,)
-        same = [text for text, (dtypes, _) in known.items() if dtypes == dtype]
-        if isinstance(dtype, str):
-            named = [i for i, x in enumerate(arguments) if x.name == dtype]
-            same = [*same, *(f"given[{i}]" for i in named)]
-        alike = [name for name in same if known[name][1].sizes == shape.sizes]
-        sizes = ", ".join(_size(known, *size) for size in shape.sizes)
+        same = [i for i, (dtypes, _) in known.items() if dtypes == dtype]
+        same += [i for i, x in enumerate(arguments) if x.name == dtype]
+        alike = [i for i in same if known[i][1].sizes == shape.sizes]
         if alike:
-            text = f"torch.empty_like({alike[0]})"
-        elif same:
-            text = f"{same[0]}.new_empty({sizes})"
+            makers.append(_make_like(alike[0]))
         else:
-            where = next(iter(known))
-            text = f"torch.empty(({sizes},), dtype={result.dtype}, device={where}.device)"
-        made.append(f"(r{number} := {text})")
-        known[f"r{number}"] = (dtype, shape)
-    text = f"lambda given, sizes: ({''.join(f'{x}, ' for x in made)})"
-    compiled: _Allocator = eval(text, {"torch": torch})
-    return compiled
+            source = same[0] if same else next(iter(known))
+            given = None if same or isinstance(result.dtype, str) else result.dtype
+            sizes = [_size_in(known, size) for size in shape.sizes]
+            makers.append(_make_new(source, sizes, given))
+        known[place] = (dtype, shape)
+
+    def allocate(given: Sequence[Tensor | None], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        tensors: list[Any] = [*given, *[None] * (count - len(given))]
+        for make in makers:
+            tensors.append(make(tensors, sizes))
+        return tuple(tensors[count:])
+
+    return allocate
 
 
-def _size(known: Mapping[str, tuple[Any, Shape]], name: str, factor: int, more: int) -> str:
-    """The text of a size."""
-    text = f"sizes[{name!r}]"
-    for tensor, (_, shape) in known.items():
-        for dim, size in enumerate(shape.sizes):
-            if size == (name, 1, 0):
-                text = f"{tensor}.shape[{dim - len(shape.sizes)}]"
-    return f"{factor} * {text} + {more}" if (factor, more) != (1, 0) else text
+def _make_like(source: int) -> _Maker:
+    """Makes a result of the shape and dtype of the tensor at ``source``."""
+    return lambda tensors, sizes: torch.empty_like(tensors[source])
+
+
+def _make_new(source: int, shape: Sequence[_SizeOf], dtype: torch.dtype | None) -> _Maker:
+    """Makes a result on the device of the tensor at ``source``, in its dtype if none is given."""
+    options = {} if dtype is None else {"dtype": dtype}
+
+    def make(tensors: Sequence[Any], sizes: Mapping[str, int]) -> Tensor:
+        new: Tensor = tensors[source].new_empty([x(tensors, sizes) for x in shape], **options)
+        return new
+
+    return make
+
+
+def _size_in(known: Mapping[int, tuple[Any, Shape]], size: Size) -> _SizeOf:
+    """A function that finds a size in the tensors that have it, or in the sizes by name."""
+    name, factor, more = size
+    for place, (_, shape) in known.items():
+        for dim, other in enumerate(shape.sizes):
+            if other == (name, 1, 0):
+                last = dim - len(shape.sizes)
+                if (factor, more) == (1, 0):
+                    return lambda tensors, sizes: tensors[place].shape[last]
+                return lambda tensors, sizes: factor * int(tensors[place].shape[last]) + more
+    if not name:
+        return lambda tensors, sizes: more
+    return lambda tensors, sizes: factor * sizes[name] + more
 
 
 @functools.cache
