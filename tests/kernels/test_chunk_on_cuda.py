@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
-from hisparse.kernels import chunk_attention
+from hisparse.kernels import chunk_attention, operation
 from hisparse.kernels.attention import cuda, reference
 from hisparse.kernels.attention.op import CHUNK_ATTENTION
 from hisparse.types import AttentionRule
@@ -37,6 +37,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return original(query, k, v, causal, scale)
 
     original = cuda.flash_attention
+    # Other tests of this process may run on fibers, where Triton does not.
+    monkeypatch.setattr(operation, "why_no_triton", lambda: None)
     monkeypatch.setitem(CHUNK_ATTENTION._modules, "triton", SimpleNamespace(chunk_attention=triton))
     monkeypatch.setattr(cuda, "flash_attention", attend)
     monkeypatch.setattr(cuda, "_has_flash", lambda device: True)
