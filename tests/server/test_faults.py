@@ -47,11 +47,12 @@ def test_a_limit_of_addresses_ends_the_start_with_one_line(tmp_path: Path) -> No
 
 
 def shared_memory() -> set[str]:
-    """Files in shared memory; SGLang leaves one of each server that is killed, with any backend.
+    """Files in shared memory, without those that are not hisparse's.
 
-    Semaphores are of Python's multiprocessing, which other tests use meanwhile.
+    SGLang leaves one of each server that is killed, with any backend, and has queues there while a
+    server runs. Semaphores are of Python's multiprocessing. Other tests use both meanwhile.
     """
-    foreign = ("sglang_loads_", "sem.mp-")
+    foreign = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(foreign)}
 
 
