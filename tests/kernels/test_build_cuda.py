@@ -71,6 +71,8 @@ def test_tensors_of_cuda_go_to_the_reference_without_a_library(
     pages, score = OPERATIONS["gather_pages"], OPERATIONS["page_score"]
     both = Place("cpu, cuda:0", "cuda")
     monkeypatch.setattr(_build_cuda, "cuda_library", lambda: None)
+    # Other tests of this process may run on fibers, where Triton does not.
+    monkeypatch.setattr(operation, "why_no_triton", lambda: None)
     assert pages.implementation("auto", both) is pages.function("reference")
     with pytest.raises(KernelError, match="implementation 'cuda': the library cannot be built"):
         pages.implementation("cuda", both)
@@ -98,7 +100,6 @@ def test_without_triton_the_reference_does_its_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    # Other tests of this process may run on fibers, where the function is another one.
     monkeypatch.setattr(operation, "why_no_triton", why_no_triton)
     why_no_triton.cache_clear()
     for name in ("page_summary", "page_score"):
