@@ -188,6 +188,12 @@ def _configs(asked: Asked, model: Any, *, has_indexer: bool) -> list[HiSparseCon
     # As in the server, the flag and the key are one setting; "auto" leaves the key as it is.
     flag = asked.kv_cache_dtype
     stored: dict[str, Any] = {"kv_cache_dtype": flag} if flag not in (None, "auto") else {}
+    for config in map(HiSparseConfig.parse, asked.config):
+        if stored and config.kv_cache_dtype not in ("auto", flag):
+            raise ConfigError(
+                f"kv_cache_dtype is {config.kv_cache_dtype} but --kv-cache-dtype is {flag}; "
+                "expected equal values, or only one of the two"
+            )
     whole = [HiSparseConfig.parse(text, **stored) for text in asked.config]
     if whole and not (asked.algorithm or asked.budget):
         return whole

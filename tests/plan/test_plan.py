@@ -227,6 +227,16 @@ def test_eight_bits_hold_nearly_twice_the_tokens(model: str, command: Command) -
     assert config.kv_cache_dtype == "fp8_e4m3"
 
 
+def test_a_flag_and_a_key_that_contradict_each_other_are_refused(
+    model: str, command: Command
+) -> None:
+    """As by the server."""
+    flags = ["--config", '{"kv_cache_dtype": "int8"}', "--kv-cache-dtype", "fp8_e4m3"]
+    flags += ["--device-memory", "80GiB", "--host-memory", "1TiB"]
+    line = command.refused("plan", "--model", model, "--context", "2048", *flags)
+    assert "kv_cache_dtype is int8 but --kv-cache-dtype is fp8_e4m3" in line
+
+
 @pytest.mark.parametrize("flag", [[], ["--kv-cache-dtype", "auto"]], ids=["no-flag", "auto"])
 def test_a_flag_that_says_auto_leaves_it_to_the_configuration(
     flag: list[str], model: str, command: Command
