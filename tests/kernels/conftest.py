@@ -33,6 +33,7 @@ CUDA_TESTS = {
     "test_rebalance",
     "test_select",
     "test_select_inputs",
+    "test_page_sketch",
     "test_transfer",
     "test_transfer_layers",
 }

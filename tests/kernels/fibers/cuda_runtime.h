@@ -15,6 +15,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __noinline__ __attribute__((noinline))
 
 #define FIBERS_TEXT_(x) #x
 #define FIBERS_TEXT(x) FIBERS_TEXT_(x)

@@ -1,0 +1,109 @@
+// Instructions that C++ has no name for: matrix products of a warp, copies to shared memory that a
+// warp does not wait for, and arithmetic on two float16 numbers in a register.
+//
+// tests/kernels/fibers/hisparse/ptx.cuh has the same functions in C++.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace hisparse {
+
+// Bytes a and b of `low` (0 to 3) and `high` (4 to 7), as the four nibbles of `which` say.
+__device__ inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t which) {
+  return __byte_perm(low, high, which);
+}
+
+// Two float16 numbers each.
+__device__ inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+__device__ inline uint32_t multiply_add_halves(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+// The nearest float16 number.
+__device__ inline uint16_t to_half_bits(float x) {
+  uint16_t out;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(x));
+  return out;
+}
+
+// 2^x and log2(x), to about 2^-22.
+__device__ inline float power_of_two(float x) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+__device__ inline float log_of_two(float x) {
+  float out;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+__device__ inline uint32_t shared_address(const void* at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+
+// Matrices of 8 x 8 float16 numbers, transposed: lane i gives the address of row i % 8, 16 bytes, of
+// matrix i / 8, and gets the numbers (2 * (i % 4), i / 4) and (2 * (i % 4) + 1, i / 4) of each.
+__device__ inline void load_matrices(uint32_t (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row)));
+}
+// The same of two matrices, for which lanes 0 to 15 give the rows.
+__device__ inline void load_matrices(uint32_t (&out)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(out[0]), "=r"(out[1])
+               : "r"(shared_address(row)));
+}
+
+// One matrix, for which lanes 0 to 7 give the rows.
+__device__ inline uint32_t load_matrix(const void* row) {
+  uint32_t out;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
+               : "=r"(out)
+               : "r"(shared_address(row)));
+  return out;
+}
+
+// c += a b of float16 numbers: a is 16 x 16, b 16 x 8. With g = lane / 4 and t = lane % 4, a lane has
+//   a: (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..), two numbers each
+//   b: (2t.., g), (2t + 8.., g), two numbers each
+//   c: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
+__device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same where a is 16 x 8, its first two registers, and b 8 x 8.
+__device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b0));
+}
+
+// Copies of this thread, from global to shared memory. wait_for_copies<N> waits for all but the last
+// N groups of them; other lanes see what is copied after a barrier.
+template <int kBytes>
+__device__ inline void copy_async(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)),
+               "l"(global), "n"(kBytes)
+               : "memory");
+}
+__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+}  // namespace hisparse

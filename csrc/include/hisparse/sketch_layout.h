@@ -1,0 +1,46 @@
+// The bytes of a page's sketch; SketchLayout in hisparse/kernels/sketch/op.py describes them.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define HISPARSE_ANYWHERE __host__ __device__
+#else
+#define HISPARSE_ANYWHERE
+#endif
+
+namespace hisparse {
+
+constexpr int32_t kBlock = 8;              // channels whose base values share a scale
+constexpr int32_t kScaleOffset = 107 << 3;
+
+struct SketchLayout {
+  int32_t dim, page_size, num_channels;
+
+  HISPARSE_ANYWHERE constexpr int32_t blocks() const { return (dim + kBlock - 1) / kBlock; }
+  HISPARSE_ANYWHERE constexpr int32_t code_bytes() const { return (page_size + 3) / 4; }
+  HISPARSE_ANYWHERE constexpr int32_t block_scales() const {
+    return dim + num_channels * code_bytes();
+  }
+  HISPARSE_ANYWHERE constexpr int32_t mask() const { return block_scales() + blocks(); }
+  HISPARSE_ANYWHERE constexpr int32_t channel_scales() const { return mask() + blocks(); }
+  HISPARSE_ANYWHERE constexpr int32_t num_bytes() const {
+    return (channel_scales() + num_channels + 3) / 4 * 4;
+  }
+};
+
+// A layout that is known when a kernel is compiled, or only when it runs.
+template <int32_t D, int32_t S, int32_t N>
+struct KnownLayout {
+  constexpr KnownLayout() = default;
+  HISPARSE_ANYWHERE constexpr explicit KnownLayout(const SketchLayout&) {}
+  HISPARSE_ANYWHERE static constexpr SketchLayout get() { return {D, S, N}; }
+};
+struct AnyLayout {
+  SketchLayout layout;
+
+  HISPARSE_ANYWHERE constexpr explicit AnyLayout(const SketchLayout& of) : layout(of) {}
+  HISPARSE_ANYWHERE constexpr SketchLayout get() const { return layout; }
+};
+
+}  // namespace hisparse

@@ -1,0 +1,557 @@
+// sketch_score on the device: each warp scores sixteen pages of a KV head at a time, for up to
+// sixteen of its queries.
+//
+// Everything is a product of matrices of float16 numbers, with queries as the columns of the right
+// one. The pages' bases are the rows of a left one. Then, page by page, the tokens' codes are the
+// rows of a left one, and the queries' detailed channels are multiplied by the channels' scales. A
+// code is two bits that are used where they are: as a subnormal float16 number, which tensor cores
+// take exactly (https://doi.org/10.7717/peerj-cs.330). That leaves a power of four in a token's row,
+// which its logits make good.
+#pragma once
+
+#include "hisparse/block.cuh"
+#include "hisparse/page_rank.cuh"
+#include "hisparse/ptx.cuh"
+#include "hisparse/sketch_layout.h"
+#include "hisparse/tail_lse.cuh"
+
+namespace hisparse {
+
+struct SketchScoreParams {
+  NumberRows query;           // [B * Hq, D]
+  const uint8_t* sketches;    // [host pages, Hkv, bytes]
+  const int32_t* host_pages;  // [B, P]
+  const int32_t* num_pages;   // [B]
+  float* scores;              // [B, Hq, P]
+  int64_t query_request;      // elements from a request's queries to the next one's
+  int64_t table_row;          // elements of host_pages
+  int64_t sketch_page, sketch_head;  // bytes
+  int32_t num_host_pages, heads, kv_heads, width;
+  int32_t tiles;              // of each KV head's queries
+  int32_t pages_per_block;
+  float scale;
+  SketchLayout layout;
+  TailParams tail;            // without keys: no block is for tail pages
+};
+
+constexpr int32_t kScoreWarps = 4;     // of a block, at most
+constexpr int32_t kBatch = 16;         // pages that a warp scores at a time
+constexpr int32_t kTileQueries = 8;    // columns of a product
+constexpr int32_t kMatrix = 8;         // channels of a matrix that is loaded
+constexpr int32_t kWordTokens = 16;    // tokens whose codes for a channel are a word
+constexpr uint32_t kOnes = 0x3c003c00u;
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
+// A page with an exponent beyond it, in absolute value, is scored again with its maximum known.
+constexpr float kFarExponent = 100.0f;
+
+// Shared memory: of the block the queries' channels, each a row of float16 numbers, then a row of
+// zeros; their factors; and of each warp the numbers of the detailed channels and two stages of
+// sketches.
+struct SketchScoreShared {
+  SketchLayout layout;
+  int32_t queries;
+  int32_t parts;    // float16 numbers whose sum is a query's channel
+
+  HISPARSE_ANYWHERE constexpr int32_t blocks_of_lane() const { return (layout.blocks() + 3) / 4; }
+  HISPARSE_ANYWHERE constexpr int32_t zero_row() const { return 4 * kBlock * blocks_of_lane(); }
+  HISPARSE_ANYWHERE constexpr int32_t row_bytes() const { return 2 * queries; }
+  HISPARSE_ANYWHERE constexpr int32_t part_bytes() const { return (zero_row() + 1) * row_bytes(); }
+  HISPARSE_ANYWHERE constexpr int32_t factors() const { return parts * part_bytes(); }
+  HISPARSE_ANYWHERE constexpr int32_t slots() const {
+    return (layout.num_channels + kMatrix - 1) / kMatrix * kMatrix;
+  }
+  // An odd number of 16 bytes, so that pages begin in different banks.
+  HISPARSE_ANYWHERE constexpr int32_t sketch_stride() const {
+    return ((layout.num_bytes() + 15) / 16 | 1) * 16;
+  }
+  HISPARSE_ANYWHERE constexpr int32_t order_bytes() const { return kBatch * slots() * 2; }
+  HISPARSE_ANYWHERE constexpr int32_t stage_bytes() const { return kBatch * sketch_stride(); }
+  HISPARSE_ANYWHERE constexpr int32_t warps() const { return factors() + 4 * queries; }
+  HISPARSE_ANYWHERE constexpr int32_t warp_bytes() const { return order_bytes() + 2 * stage_bytes(); }
+};
+
+// A code's scale as a float16 number, times 2^5, for two codes: bytes `which` and the next of x.
+__device__ inline uint32_t scales_in(uint32_t x, int which) {
+  return permute_bytes(x, 0u, which == 0 ? 0x1404u : 0x3424u) >> 1;
+}
+
+// One warp's pages. With g = lane / 4 and t = lane % 4, a lane has the scores of pages g and g + 8
+// for queries 2t and 2t + 1 of each tile of eight.
+template <typename Layout, int kTiles, int kWords, int kParts>
+struct SketchScorer {
+  static constexpr int kQueries = kTiles * kTileQueries;
+
+  const SketchScoreParams& p;
+  const Layout of_layout;
+  const char* queries;      // shared
+  uint16_t* order;          // [kBatch, slots], the row of each detailed channel
+  uint8_t* stages;          // [2, kBatch, stride]
+  float factors[kTiles][2]; // from a query in shared memory to an exponent of two
+  int32_t g, t;
+
+  __device__ SketchLayout layout() const { return of_layout.get(); }
+  __device__ SketchScoreShared sizes() const { return {layout(), kQueries, kParts}; }
+  // Whether codes and scales can be read as whole words, in any order.
+  __device__ bool aligned() const {
+    return layout().dim % 16 == 0 && layout().code_bytes() % 4 == 0 &&
+           layout().channel_scales() % 8 == 0;
+  }
+
+  // Starts to copy the sketches of pages g and g + 8; a lane takes a quarter of each.
+  template <int kUnit>
+  __device__ void fetch_units(const uint8_t* from, uint8_t* to) const {
+#pragma unroll 4
+    for (int32_t at = kUnit * t; at < layout().num_bytes(); at += 4 * kUnit) {
+      copy_async<kUnit>(to + at, from + at);
+    }
+  }
+  __device__ void fetch(const int32_t (&host_pages)[2], int32_t head, int stage) const {
+    // The same for all pages.
+    const uint64_t bits = reinterpret_cast<uint64_t>(p.sketches) |
+                          static_cast<uint64_t>(p.sketch_page | p.sketch_head | layout().num_bytes());
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int32_t page = max(0, min(host_pages[i], p.num_host_pages - 1));
+      const uint8_t* from = p.sketches + page * p.sketch_page + head * p.sketch_head;
+      uint8_t* to = stages + stage * sizes().stage_bytes() + (g + 8 * i) * sizes().sketch_stride();
+      if (bits % 8 == 0) {
+        fetch_units<8>(from, to);
+      } else {
+        fetch_units<4>(from, to);
+      }
+    }
+  }
+
+  // The row of shared memory with the queries' numbers in a channel.
+  __device__ const char* row_of(int32_t channel, int part = 0) const {
+    return queries + part * sizes().part_bytes() + channel * sizes().row_bytes();
+  }
+
+  // Products of the bases of 16 pages with the queries, times 2^-4, less the factors.
+  __device__ void add_bases(const uint8_t* stage, float (&c)[kTiles][4]) const {
+    const int32_t each = sizes().blocks_of_lane();
+    // This lane's row of a matrix: channels lie as the lanes' bytes do.
+    const int32_t row = lane_id() % 8, matrix = lane_id() / 8 % 2;
+    const int32_t channel = kBlock * (row / 2) * each + 2 * matrix + row % 2;
+#pragma unroll
+    for (int32_t j = 0; j < each; ++j) {
+      const int32_t block = t * each + j;
+      const bool there = block < layout().blocks();
+      uint32_t a[2][4];  // of channels 0 to 3 and 4 to 7 of the block
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint8_t* own = stage + (g + 8 * i) * sizes().sketch_stride();
+        const uint2 values =
+            there ? *reinterpret_cast<const uint2*>(own + kBlock * block) : uint2{0, 0};
+        const uint32_t code = there ? own[layout().block_scales() + block] : 0u;
+        const uint32_t scale = multiply_halves((code | code << 16) << 7, 0x18001800u);  // 2^-9
+        const uint32_t zero = multiply_halves(scale, 0xe480e480u);                      // -1152
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          // A byte behind 0x64 is 1024 more than itself.
+          const uint32_t bytes = (step == 0 ? values.x : values.y) ^ 0x80808080u;
+          a[step][i] =
+              multiply_add_halves(permute_bytes(bytes, 0x64646464u, 0x4140), scale, zero);
+          a[step][i + 2] =
+              multiply_add_halves(permute_bytes(bytes, 0x64646464u, 0x4342), scale, zero);
+        }
+      }
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            uint32_t b[2];
+            load_matrices(b, row_of(channel + kBlock * j + 4 * step, part) + 16 * tile);
+            multiply_add(c[tile], a[step], b[0], b[1]);
+          }
+        }
+      }
+    }
+  }
+
+  // Channel i of a page's detailed ones lies in the order at i. Of each 32 that are there, lane t
+  // has channels 8t to 8t + 7, so that it reads words; of the rest 2t and 2t + 1 of each 8.
+  __device__ int32_t whole_slots() const {
+    return aligned() ? layout().num_channels / 32 * 32 : 0;
+  }
+
+  // Writes down which channels of each page are detailed; where there are fewer, a row of zeros.
+  __device__ void find_order(const uint8_t* stage) const {
+    const int32_t each = sizes().blocks_of_lane(), slots = sizes().slots();
+    const int32_t there = min(each, layout().blocks() - t * each);
+#pragma unroll 1
+    for (int32_t page = g; page < kBatch; page += 8) {
+      const uint8_t* mask = stage + page * sizes().sketch_stride() + layout().mask() + t * each;
+      int32_t own = 0;
+      for (int32_t j = 0; j < there; ++j) own += __popc(mask[j]);
+      int32_t up_to_here = own;
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2) {
+        const int32_t lower = __shfl_up_sync(kAllLanes, up_to_here, distance);
+        if (t >= distance) up_to_here += lower;
+      }
+      uint16_t* out = order + page * slots;
+      int32_t rank = up_to_here - own;
+#pragma unroll
+      for (int32_t j = 0; j < each; ++j) {
+        const unsigned bits = j < there ? mask[j] : 0u;
+#pragma unroll
+        for (int bit = 0; bit < kBlock; ++bit) {
+          if ((bits >> bit & 1u) == 0 || rank >= layout().num_channels) continue;
+          out[rank++] = static_cast<uint16_t>(kBlock * (t * each + j) + bit);
+        }
+      }
+      if (t == 3) {
+        for (; rank < slots; ++rank) out[rank] = static_cast<uint16_t>(sizes().zero_row());
+      }
+    }
+  }
+
+  // The codes of one channel for the tokens of a word; 0 beyond the last.
+  __device__ uint32_t codes_of(const uint8_t* sketch, int32_t slot, int32_t word) const {
+    const SketchLayout l = layout();
+    const uint8_t* at = sketch + l.dim + slot * l.code_bytes() + 4 * word;
+    if (aligned()) return *reinterpret_cast<const uint32_t*>(at);
+    uint32_t out = 0;
+    for (int32_t b = 0; b < 4 && 4 * word + b < l.code_bytes() && slot < l.num_channels; ++b) {
+      out |= uint32_t{at[b]} << 8 * b;
+    }
+    return out;
+  }
+
+  // The scales of channels `slot` and slot + 1, times 2^5; 0 beyond the last. Those from `first` to
+  // first + 7 are read together.
+  __device__ uint32_t scales_of(const uint8_t* sketch, int32_t slot, int32_t first) const {
+    const SketchLayout l = layout();
+    const uint8_t* at = sketch + l.channel_scales() + slot;
+    if (aligned() && first + kMatrix <= l.num_channels) {
+      return scales_in(*reinterpret_cast<const uint16_t*>(at), 0);
+    }
+    const uint32_t low = slot < l.num_channels ? at[0] : 0u;
+    const uint32_t high = slot + 1 < l.num_channels ? at[1] : 0u;
+    return low << 7 | high << 23;
+  }
+
+  // Sums of products of codes and queries: of the tokens of kWords words, less their row's power of
+  // four, and with 1 in place of each code.
+  struct Sums {
+    float codes[kWords][kTiles][4], ones[kTiles][4];
+  };
+
+  // The left factor's registers for one matrix: tokens g and g + 8, channels `first` and `second`.
+  __device__ void codes_to(uint32_t (&a)[4], int which, uint32_t first, uint32_t second) const {
+    const uint32_t mask = 0x00030003u << 2 * (g % 4);
+    const uint32_t bytes = static_cast<uint32_t>(g / 4) * 0x0101u + 0x0400u;
+    a[2 * which] = permute_bytes(first, second, bytes) & mask;
+    a[2 * which + 1] = permute_bytes(first, second, bytes + 0x0202u) & mask;
+  }
+
+  // 32 channels, of which this lane has eight side by side.
+  __device__ void add_whole(const uint8_t* sketch, const uint16_t* own, int32_t first, int32_t word,
+                            Sums& sums) const {
+    const int32_t row = lane_id() % 8, matrix = lane_id() / 8;
+    const char* channel = row_of(own[first + 8 * (row / 2) + 2 * matrix + row % 2]);
+    const int32_t slot = first + 8 * t;
+    const uint2 scales = *reinterpret_cast<const uint2*>(sketch + layout().channel_scales() + slot);
+    uint32_t b[kTiles][4];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      load_matrices(b[tile], channel + 16 * tile);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        b[tile][i] = multiply_halves(b[tile][i], scales_in(i < 2 ? scales.x : scales.y, i % 2));
+      }
+      const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+      multiply_add(sums.ones[tile], ones, b[tile][0], b[tile][1]);
+      multiply_add(sums.ones[tile], ones, b[tile][2], b[tile][3]);
+    }
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if (4 * (word + w) >= layout().code_bytes()) break;
+      uint32_t x[8];
+      if (layout().code_bytes() == 4) {
+        const auto* at = reinterpret_cast<const uint4*>(sketch + layout().dim + 4 * slot);
+        const uint4 low = at[0], high = at[1];
+        x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+        x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+      } else {
+        for (int i = 0; i < 8; ++i) x[i] = codes_of(sketch, slot + i, word + w);
+      }
+#pragma unroll
+      for (int two = 0; two < 4; two += 2) {
+        uint32_t a[4];
+        codes_to(a, 0, x[2 * two], x[2 * two + 1]);
+        codes_to(a, 1, x[2 * two + 2], x[2 * two + 3]);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          multiply_add(sums.codes[w][tile], a, b[tile][two], b[tile][two + 1]);
+        }
+      }
+    }
+  }
+
+  // Eight channels.
+  __device__ void add_some(const uint8_t* sketch, const uint16_t* own, int32_t first, int32_t word,
+                           Sums& sums) const {
+    const char* channel = row_of(own[first + lane_id() % 8]);
+    const int32_t slot = first + 2 * t;
+    const uint32_t scales = scales_of(sketch, slot, first);
+    uint32_t b[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      b[tile] = multiply_halves(load_matrix(channel + 16 * tile), scales);
+      const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+      multiply_add(sums.ones[tile], ones, b[tile]);
+    }
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if (4 * (word + w) >= layout().code_bytes()) break;
+      uint32_t a[4];
+      codes_to(a, 0, codes_of(sketch, slot, word + w), codes_of(sketch, slot + 1, word + w));
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) multiply_add(sums.codes[w][tile], a, b[tile]);
+    }
+  }
+
+  // The weights of a page's tokens g, g + 8 and so on, added up. Returns the largest exponent.
+  __device__ float add_weights(const uint8_t* sketch, int32_t page,
+                               float (&total)[kTiles][2]) const {
+    const SketchLayout l = layout();
+    const float row = 1.0f / static_cast<float>(1 << 2 * (g % 4));
+    const uint16_t* own = order + page * sizes().slots();
+    float worst = 0.0f;
+#pragma unroll 1
+    for (int32_t word = 0; 4 * word < l.code_bytes(); word += kWords) {
+      Sums sums{};
+#pragma unroll
+      for (int32_t slot = 0; slot < whole_slots(); slot += 32) {
+        add_whole(sketch, own, slot, word, sums);
+      }
+#pragma unroll
+      for (int32_t slot = whole_slots(); slot < sizes().slots(); slot += kMatrix) {
+        add_some(sketch, own, slot, word, sums);
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * kTiles * kWords; ++i) {
+        const int w = i / (4 * kTiles), tile = i / 4 % kTiles, place = i % 4;
+        const float factor = factors[tile][place % 2];
+        // A code's last bit is 2^-24, and scales are times 2^5.
+        const float shift = sums.ones[tile][place % 2] * (factor * (-1.5f * 0x1p-5f));
+        const float exponent =
+            fmaf(sums.codes[w][tile][place], factor * 0x1p19f * row, shift);
+        const int32_t token = kWordTokens * (word + w) + 8 * (place / 2) + g;
+        const bool there = l.page_size % kWordTokens == 0 || token < l.page_size;
+        worst = fmaxf(worst, there ? fabsf(exponent) : 0.0f);
+        total[tile][place % 2] += there ? power_of_two(exponent) : 0.0f;
+      }
+    }
+    return worst;
+  }
+
+  // log2 of the sum of a page's weights for one query, however large they are.
+  __device__ __noinline__ float add_any(const uint8_t* sketch, int32_t page, int32_t query, float unit) const {
+    const SketchLayout l = layout();
+    const uint16_t* own = order + page * sizes().slots();
+    Mass mass;
+    for (int32_t token = 0; token < l.page_size; ++token) {
+      float sum = 0.0f;
+      for (int32_t i = 0; i < l.num_channels; ++i) {
+        const uint32_t code = sketch[l.dim + i * l.code_bytes() + token / 4] >> token % 4 * 2 & 3u;
+        const uint32_t scale = uint32_t{sketch[l.channel_scales() + i]} + kScaleOffset;
+        const auto* q = reinterpret_cast<const Float16*>(row_of(own[i]));
+        sum += to_float(q[query]) * __uint_as_float(scale << 20) *
+               (static_cast<float>(code) - 1.5f);
+      }
+      Mass one;
+      one.top = sum * unit * kLn2;
+      one.total = 1.0f;
+      mass.add(one);
+    }
+    return (mass.top + logf(mass.total)) * kLog2E;
+  }
+
+  // Sums over the lanes of four pages' totals; lane g has those of page g / 2 at the end.
+  __device__ static void add_lanes(float (&totals)[4][kTiles][2]) {
+    const bool third = lane_id() / 4 & 4, second = lane_id() / 4 & 2;
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const int tile = i / 2, column = i % 2;
+      const auto pick = [&](bool upper, int page, int distance) {
+        float &low = totals[page][tile][column], &high = totals[page + distance][tile][column];
+        low = (upper ? high : low) +
+              __shfl_xor_sync(kAllLanes, upper ? low : high, 8 * distance);
+      };
+      pick(third, 0, 2);
+      pick(third, 1, 2);
+      pick(second, 0, 1);
+      float& sum = totals[0][tile][column];
+      sum += __shfl_xor_sync(kAllLanes, sum, 4);
+    }
+  }
+
+  // log2 of the pages' summed weights.
+  __device__ void find_weights(const uint8_t* stage, float (&weights)[2][kTiles][2]) const {
+    find_order(stage);
+    __syncwarp();  // The order is written.
+    float worst = 0.0f;
+#pragma unroll 1
+    for (int four = 0; four < 4; ++four) {
+      // Every other page of eight, so that lane g gets the sums of page g.
+      const int32_t first = four / 2 * 8 + four % 2;
+      float totals[4][kTiles][2] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int32_t page = first + 2 * i;
+        worst = fmaxf(worst, add_weights(stage + page * sizes().sketch_stride(), page, totals[i]));
+      }
+      add_lanes(totals);
+#pragma unroll
+      for (int i = 0; i < 4 * kTiles; ++i) {
+        const int upper = i / (2 * kTiles), tile = i / 2 % kTiles;
+        if (four / 2 == upper && four % 2 == g % 2) {
+          weights[upper][tile][i % 2] = log_of_two(totals[0][tile][i % 2]);
+        }
+      }
+    }
+    // NaN, too.
+    if (!__any_sync(kAllLanes, !(worst <= kFarExponent))) return;
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles * 2; ++i) {
+      const int32_t page = g + i / (kTiles * 2) * 8, tile = i / 2 % kTiles;
+      weights[i / (kTiles * 2)][tile][i % 2] =
+          add_any(stage + page * sizes().sketch_stride(), page, tile * kTileQueries + 2 * t + i % 2,
+                  factors[tile][i % 2]);
+    }
+  }
+
+  // Scores pages `first` to first + 15 of the request, whose sketches are in `stage`. `out` are the
+  // scores of the first query, of `present` ones.
+  __device__ void score(int32_t first, int32_t count, const uint8_t* stage, float* out,
+                        int32_t present) const {
+    float base[kTiles][4] = {}, weights[2][kTiles][2] = {};
+    if (first < count) {
+      add_bases(stage, base);
+      if (layout().num_channels > 0) {
+        find_weights(stage, weights);
+      } else {
+        const float size = log_of_two(static_cast<float>(layout().page_size));
+#pragma unroll
+        for (int i = 0; i < 4 * kTiles; ++i) weights[i / (2 * kTiles)][i / 2 % kTiles][i % 2] = size;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      const int upper = i % 2, tile = i / 2 % kTiles, column = i / (2 * kTiles);
+      const int32_t page = first + g + 8 * upper, query = tile * kTileQueries + 2 * t + column;
+      if (query >= present || page >= p.width) continue;
+      const float score = fmaf(base[tile][2 * upper + column], factors[tile][column] * 16.0f,
+                               weights[upper][tile][column]);
+      out[int64_t{query} * p.width + page] = page < count ? score * kLn2 : -INFINITY;
+    }
+  }
+};
+
+// Writes a tile of queries to shared memory, each times a power of two that makes its largest
+// channel at least 0.5 and less than 1. `factors` are what undoes that, and the softmax scale, in
+// units of log2.
+__device__ inline void load_queries(const NumberRows& query, float scale,
+                                    const SketchScoreShared& sizes, int32_t present, char* shared) {
+  float* factors = reinterpret_cast<float*>(shared + sizes.factors());
+  for (int32_t i = warp_id(); i < sizes.queries; i += num_threads() / kWarp) {
+    float largest = 0.0f;
+    for (int32_t d = lane_id(); i < present && d < sizes.layout.dim; d += kWarp) {
+      largest = fmaxf(largest, fabsf(query.at(i, d)));
+    }
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
+    }
+    const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 1u), 252u);
+    const float up = __uint_as_float((253u - exponent) << 23);
+    for (int32_t d = lane_id(); d <= sizes.zero_row(); d += kWarp) {
+      float left = i < present && d < sizes.layout.dim ? query.at(i, d) * up : 0.0f;
+      for (int part = 0; part < sizes.parts; ++part) {
+        const Float16 rounded{to_half_bits(left)};
+        left -= to_float(rounded);
+        char* row = shared + part * sizes.part_bytes() + d * sizes.row_bytes();
+        reinterpret_cast<Float16*>(row)[i] = rounded;
+      }
+    }
+    if (lane_id() == 0) factors[i] = __uint_as_float((exponent + 1u) << 23) * (scale * kLog2E);
+  }
+}
+
+// blockIdx.x is the request, KV head and tile of its queries, blockIdx.y the run of pages; if there
+// are tail pages the first blocks are for those.
+template <typename Layout, int kTiles, int kWords, int kParts>
+__global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? 4 : 3)
+    sketch_score_kernel(const __grid_constant__ SketchScoreParams p) {
+  using Scorer = SketchScorer<Layout, kTiles, kWords, kParts>;
+  const int32_t part = static_cast<int32_t>(blockIdx.x) % p.tiles;
+  const int32_t head = static_cast<int32_t>(blockIdx.x) / p.tiles % p.kv_heads;
+  const int32_t request = static_cast<int32_t>(blockIdx.x) / p.tiles / p.kv_heads;
+  const int32_t group = p.heads / p.kv_heads, member = part * Scorer::kQueries;
+  const int32_t present = min(Scorer::kQueries, group - member);
+  const int64_t first_head = int64_t{head} * group + member;
+  const int64_t row = int64_t{request} * p.heads + first_head;
+  const NumberRows query = p.query.from(request * p.query_request, first_head);
+  int32_t run = static_cast<int32_t>(blockIdx.y);
+  if (p.tail.keys.data != nullptr) {
+    if (run == 0) {
+      find_tail_lse(p.tail, query, present, p.layout.dim, request, head, p.kv_heads, p.scale,
+                    p.tail.lse + row);
+      return;
+    }
+    --run;
+  }
+  const int32_t count = min(p.num_pages[request], p.width);
+  const int32_t start = run * p.pages_per_block, end = min(start + p.pages_per_block, p.width);
+  const SketchScoreShared sizes{Layout(p.layout).get(), Scorer::kQueries, kParts};
+  char* shared = dynamic_shared();
+  char* own = shared + sizes.warps() + warp_id() * sizes.warp_bytes();
+  const int32_t g = lane_id() / 4, t = lane_id() % 4;
+  Scorer scorer{p,
+                Layout(p.layout),
+                shared,
+                reinterpret_cast<uint16_t*>(own),
+                reinterpret_cast<uint8_t*>(own + sizes.order_bytes()),
+                {},
+                g,
+                t};
+  // A captured step has blocks for the longest context.
+  if (start < count) {
+    load_queries(query, p.scale, sizes, present, shared);
+    __syncthreads();  // The queries are there.
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const auto* factors = reinterpret_cast<const float*>(shared + sizes.factors());
+      scorer.factors[i / 2][i % 2] = factors[i / 2 * kTileQueries + 2 * t + i % 2];
+    }
+  }
+  const int32_t step = num_threads() / kWarp * kBatch;
+  const int32_t* table = p.host_pages + request * p.table_row;
+  const auto find = [&](int32_t first, int32_t(&found)[2]) {
+    found[0] = first + g < count ? table[first + g] : 0;
+    found[1] = first + g + 8 < count ? table[first + g + 8] : 0;
+  };
+  int32_t first = start + warp_id() * kBatch, next[2];
+  find(first, next);
+  if (first < min(count, end)) scorer.fetch(next, head, 0);
+  end_copies();
+  // Read a batch ahead of its copy, which needs them at once.
+  find(first + step, next);
+  for (int stage = 0; first < end; first += step, stage ^= 1) {
+    if (first + step < min(count, end)) scorer.fetch(next, head, stage ^ 1);
+    end_copies();
+    find(first + 2 * step, next);
+    wait_for_copies<1>();
+    __syncwarp();  // All lanes' copies are there.
+    scorer.score(first, count, scorer.stages + stage * sizes.stage_bytes(),
+                 p.scores + row * p.width, present);
+    __syncwarp();  // Nobody reads the stage any more.
+  }
+  wait_for_copies<0>();
+}
+
+}  // namespace hisparse

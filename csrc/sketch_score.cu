@@ -1,0 +1,132 @@
+// sketch_score: checks and launch.
+#include "hisparse/sketch_score.cuh"
+
+#include "launch.h"
+
+namespace hisparse {
+namespace {
+
+NumberRows rows_of(const TensorView& t) {
+  const auto type = t.dtype();
+  const NumberType number = type.bits == 32           ? NumberType::kFloat32
+                            : type.code == kDLBfloat  ? NumberType::kBFloat16
+                            : type.bits == 16         ? NumberType::kFloat16
+                            : type.code == kDLInt     ? NumberType::kInt8
+                                                      : NumberType::kE4M3;
+  return {t.data_ptr(), 0, t.stride(-2), t.stride(-1), number};
+}
+
+TailParams tail_of(Arguments& in, int64_t requests) {
+  TailParams p{};
+  const std::optional<TensorView> keys = in.optional(), scales = in.optional();
+  const std::optional<TensorView> pages = in.optional();
+  p.lens = in.data_or_null<const int32_t>("tail.lens");
+  if (!keys || requests == 0) return p;
+  p.keys = rows_of(*keys);
+  p.page_stride = keys->stride(0);
+  p.head_stride = keys->stride(1);
+  p.heads = size32(*keys, 1);
+  p.pages = data_of<const int32_t>(*pages, "tail.pages");
+  p.rows = static_cast<int32_t>(pages->size(0) / requests);
+  if (scales) {
+    p.scales = data_of<const uint8_t>(*scales, "tail.kv.scales");
+    p.scales_page_stride = scales->stride(0);
+    p.scales_head_stride = scales->stride(1);
+    p.scales_token_stride = scales->stride(2);
+  }
+  return p;
+}
+
+template <typename Layout, int kTiles, int kWords, int kParts>
+void launch(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
+  const SketchScoreShared sizes{p.layout, kTiles * kTileQueries, kParts};
+  const int64_t most = on.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  int warps = kScoreWarps;
+  const auto bytes = [&] { return int64_t{sizes.warps()} + int64_t{warps} * sizes.warp_bytes(); };
+  while (warps > 1 && bytes() > most) warps /= 2;
+  on.launch("sketch_score", sketch_score_kernel<Layout, kTiles, kWords, kParts>, grid,
+            warps * kWarp, bytes(), p);
+}
+
+template <typename Layout, int kTiles, int kWords>
+bool launch_known(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
+  const SketchLayout known = Layout::get();
+  if (p.layout.dim != known.dim || p.layout.page_size != known.page_size ||
+      p.layout.num_channels != known.num_channels) {
+    return false;
+  }
+  launch<Layout, kTiles, kWords, 1>(on, grid, p);
+  return true;
+}
+
+template <int kTiles>
+void launch_tiles(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
+  if (p.query.type != NumberType::kFloat32) {
+    if (launch_known<KnownLayout<128, 16, 40>, kTiles, 1>(on, grid, p) ||
+        launch_known<KnownLayout<64, 16, 20>, kTiles, 1>(on, grid, p) ||
+        launch_known<KnownLayout<256, 16, 80>, kTiles, 1>(on, grid, p)) {
+      return;
+    }
+    if constexpr (kTiles == 2) {  // latents, of many heads
+      if (launch_known<KnownLayout<576, 16, 180>, kTiles, 1>(on, grid, p)) return;
+    }
+  }
+  // A query in float32 is a sum of two float16 numbers.
+  launch<AnyLayout, kTiles, 1, 2>(on, grid, p);
+}
+
+}  // namespace
+
+// After the scores come `lse`, [B, Hq] or None, the layout's three numbers and the softmax scale.
+void sketch_score(Arguments& in) {
+  constexpr int64_t kPagesPerBlock = 256;
+  SketchScoreParams p{};
+  const TensorView query = in.tensor(), sketches = in.tensor(), host_page_table = in.tensor();
+  const int64_t requests = query.size(0);
+  p.num_pages = in.data<const int32_t>("num_pages");
+  p.tail = tail_of(in, requests);
+  const TensorView scores = in.tensor();
+  p.tail.lse = in.data_or_null<float>("lse");
+  p.layout.dim = in.number<int32_t>();
+  p.layout.page_size = in.number<int32_t>();
+  p.layout.num_channels = in.number<int32_t>();
+  p.scale = in.number<float>();
+  p.query = rows_of(query);
+  p.query_request = query.stride(0);
+  p.heads = size32(query, 1);
+  p.kv_heads = size32(sketches, 1);
+  p.width = size32(scores, 2);
+  const bool tails = p.tail.keys.data != nullptr;
+  if (requests * p.heads == 0 || (p.width == 0 && !tails)) return;
+  p.sketches = data_of<const uint8_t>(sketches, "sketches");
+  p.sketch_page = sketches.stride(0);
+  p.sketch_head = sketches.stride(1);
+  if ((reinterpret_cast<uint64_t>(p.sketches) | p.sketch_page | p.sketch_head) % 4 != 0) {
+    TVM_FFI_THROW(ValueError) << "sketches: got strides of " << p.sketch_page << " and "
+                              << p.sketch_head << " bytes, expected multiples of 4";
+  }
+  p.num_host_pages = size32(sketches, 0);
+  p.host_pages = data_of<const int32_t>(host_page_table, "host_page_table");
+  p.table_row = host_page_table.stride(0);
+  p.scores = data_of<float>(scores, "scores");
+  const int32_t group = p.heads / p.kv_heads;
+  const int32_t queries = group > kTileQueries ? 2 * kTileQueries : kTileQueries;
+  p.tiles = (group + queries - 1) / queries;
+  const OnDevice on(query);
+  const int64_t rows = requests * p.kv_heads * p.tiles;
+  // Each block loads its queries: it pays to score many pages, unless the device is left idle.
+  const int64_t wanted = 4 * on.attribute(cudaDevAttrMultiProcessorCount);
+  p.pages_per_block = static_cast<int32_t>(
+      rows * p.width >= wanted * kPagesPerBlock ? kPagesPerBlock : kPagesPerBlock / 2);
+  const int64_t runs = (p.width + p.pages_per_block - 1) / p.pages_per_block;
+  const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(runs + tails));
+  if (queries == kTileQueries) {
+    launch_tiles<1>(on, grid, p);
+  } else {
+    launch_tiles<2>(on, grid, p);
+  }
+}
+
+HISPARSE_EXPORT_KERNEL(sketch_score)
+
+}  // namespace hisparse
