@@ -13,6 +13,7 @@ from hisparse.errors import KernelError
 from hisparse.kernels import SketchLayout, page_sketch, sketch_score
 from hisparse.kernels.sketch.op import SCALE_OFFSET
 from hisparse.kernels.sketch.reference import sketch_keys
+from tests.kernels.gpu.on_gpu import ON_GPU
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = {
@@ -117,32 +118,41 @@ def test_scores_are_the_log_of_summed_weights(
     absent = torch.arange(pages) >= num_pages[:, None]
     expected = expected.masked_fill(absent[:, None], -torch.inf)
     slack = (1e-3 + 1e-4 * expected.abs()).nan_to_num(0)
-    if impl == "cpu":
-        slack += most_by_rounding(query, sketches, table, layout)
+    slack += most_by_rounding(query, sketches, table, layout, impl)
     off = torch.where(scores == expected, 0.0, (scores - expected).abs())
     assert (off <= slack).all()
 
 
-def most_by_rounding(
+def most_of_detail(
     query: Tensor, sketches: Tensor, table: Tensor, layout: SketchLayout
-) -> Tensor:
-    """What a score may be off by in C++, ``[B, Hq, P]``.
+) -> tuple[Tensor, Tensor]:
+    """The most that detailed channels add to a score, and a page's largest scale: ``[B, Hq, P]``.
 
-    A query is rounded to 8 bits, and the scales of a page to 42 parts of the power of two above the
-    largest. A code stands for 1.5 scales at most.
+    A code stands for 1.5 scales at most.
     """
     count = layout.num_channels
-    if count == 0:
-        return torch.zeros(())
     codes = sketches[..., layout.channel_scales : layout.channel_scales + count].int()
-    scales = ((codes + SCALE_OFFSET) << 20).view(torch.float32)[table.long()]
-    step = 2.0 ** (scales.amax(-1).log2().floor() + 1) / 42
-    group = query.shape[1] // sketches.shape[1]
-    scale, step = (x.amax(-1) if x.dim() == 4 else x for x in (scales, step))
-    scale, step = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (scale, step))
-    unit = query.abs().amax(-1, keepdim=True) / 127
-    widest = query.abs().topk(count, dim=-1).values.sum(-1, keepdim=True)
-    return 1.5 * (step / 2 * (widest + count * unit / 2) + count * unit / 2 * scale)
+    scales = ((codes + SCALE_OFFSET) << 20).view(torch.float32)[table.long()].amax(-1)
+    scale = scales.repeat_interleave(query.shape[1] // sketches.shape[1], 2).transpose(1, 2)
+    return 1.5 * scale * query.abs().topk(count, dim=-1).values.sum(-1, keepdim=True), scale
+
+
+def most_by_rounding(
+    query: Tensor, sketches: Tensor, table: Tensor, layout: SketchLayout, impl: str
+) -> Tensor:
+    """What a score may be off by where numbers are rounded, ``[B, Hq, P]``.
+
+    C++ rounds a query to 8 bits, and the scales of a page to 42 parts of the power of two above the
+    largest. CUDA rounds products of queries and scales to 11 bits.
+    """
+    if impl == "reference" or layout.num_channels == 0:
+        return torch.zeros(())
+    detail, scale = most_of_detail(query, sketches, table, layout)
+    if impl != "cpu":
+        return 2**-11 * detail
+    step = 2.0 ** (scale.log2().floor() + 1) / 42
+    query_step = layout.num_channels * query.abs().amax(-1, keepdim=True) / 127
+    return step / 2 * (detail / scale + 0.75 * query_step) + 0.75 * query_step * scale
 
 
 def test_rounding_is_small_beside_the_error_of_a_sketch(impl: str) -> None:
@@ -217,7 +227,7 @@ def test_a_page_beyond_the_sketches_is_refused_or_left_out(impl: str) -> None:
     layout = SketchLayout(8, 4, 3)
     sketches = torch.zeros(5, 1, layout.num_bytes).byte()
     store = partial(page_sketch, torch.ones(1, 4, 1, 8), sketches[:4], torch.tensor([4]), layout)
-    if impl in ("reference", "cpu"):
+    if impl != ON_GPU:
         with pytest.raises((KernelError, IndexError)):
             store(impl=impl)
     else:
