@@ -32,11 +32,15 @@ struct SketchLayout {
 // A layout that is known when a kernel is compiled, or only when it runs.
 template <int32_t D, int32_t S, int32_t N>
 struct KnownLayout {
+  static constexpr int32_t kChannels = N;
+
   constexpr KnownLayout() = default;
   HISPARSE_ANYWHERE constexpr explicit KnownLayout(const SketchLayout&) {}
   HISPARSE_ANYWHERE static constexpr SketchLayout get() { return {D, S, N}; }
 };
 struct AnyLayout {
+  static constexpr int32_t kChannels = 1 << 30;  // unknown
+
   SketchLayout layout;
 
   HISPARSE_ANYWHERE constexpr explicit AnyLayout(const SketchLayout& of) : layout(of) {}

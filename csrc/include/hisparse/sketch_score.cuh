@@ -35,6 +35,12 @@ struct SketchScoreParams {
 };
 
 constexpr int32_t kScoreWarps = 4;     // of a block, at most
+// Blocks that shared memory has room for on a multiprocessor.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int32_t kScoreBlocks = 3;
+#else
+constexpr int32_t kScoreBlocks = 4;
+#endif
 constexpr int32_t kBatch = 16;         // pages that a warp scores at a time
 constexpr int32_t kTileQueries = 8;    // columns of a product
 constexpr int32_t kMatrix = 8;         // channels of a matrix that is loaded
@@ -80,6 +86,8 @@ __device__ inline uint32_t scales_in(uint32_t x, int which) {
 template <typename Layout, int kTiles, int kWords, int kParts>
 struct SketchScorer {
   static constexpr int kQueries = kTiles * kTileQueries;
+  // Where there are many channels, reads of all of them at once would take too many registers.
+  static constexpr int kUnroll = Layout::kChannels <= 40 ? 8 : 1;
 
   const SketchScoreParams& p;
   const Layout of_layout;
@@ -100,7 +108,7 @@ struct SketchScorer {
   // Starts to copy the sketches of pages g and g + 8; a lane takes a quarter of each.
   template <int kUnit>
   __device__ void fetch_units(const uint8_t* from, uint8_t* to) const {
-#pragma unroll 4
+#pragma unroll 1
     for (int32_t at = kUnit * t; at < layout().num_bytes(); at += 4 * kUnit) {
       copy_async<kUnit>(to + at, from + at);
     }
@@ -325,11 +333,11 @@ struct SketchScorer {
 #pragma unroll 1
     for (int32_t word = 0; 4 * word < l.code_bytes(); word += kWords) {
       Sums sums{};
-#pragma unroll
+#pragma unroll kUnroll
       for (int32_t slot = 0; slot < whole_slots(); slot += 32) {
         add_whole(sketch, own, slot, word, sums);
       }
-#pragma unroll
+#pragma unroll kUnroll
       for (int32_t slot = whole_slots(); slot < sizes().slots(); slot += kMatrix) {
         add_some(sketch, own, slot, word, sums);
       }
@@ -485,7 +493,7 @@ __device__ inline void load_queries(const NumberRows& query, float scale,
 // blockIdx.x is the request, KV head and tile of its queries, blockIdx.y the run of pages; if there
 // are tail pages the first blocks are for those.
 template <typename Layout, int kTiles, int kWords, int kParts>
-__global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? 4 : 3)
+__global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlocks : 3)
     sketch_score_kernel(const __grid_constant__ SketchScoreParams p) {
   using Scorer = SketchScorer<Layout, kTiles, kWords, kParts>;
   const int32_t part = static_cast<int32_t>(blockIdx.x) % p.tiles;
