@@ -16,8 +16,8 @@ from hisparse.cli.output import make_table, print_paragraph
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval.report import check_matplotlib
-from hisparse.kernels import POLICIES
 from hisparse.trace import SelectionTrace, lru_curve
+from hisparse.trace.policies import POLICIES
 from hisparse.trace.prefix import read_prefix
 from hisparse.trace.prefix_replay import PrefixPoint, are_prefixes, describe_prefix, replay_all
 from hisparse.trace.replay import USUAL_BUFFERS, describe, overlaps, replay_trace, tokens_for

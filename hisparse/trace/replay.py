@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hisparse.errors import ConfigError
-from hisparse.kernels import Selections, replay, stack_depths
+from hisparse.trace.policies import Selections, count_hits, stack_depths
 from hisparse.trace.reader import SelectionTrace
 
 #: Tokens of the buffers that are replayed if none are named.
@@ -86,7 +85,7 @@ def lru_curve(trace: SelectionTrace) -> HitCurve:
     widest = 1
     for at, layer in enumerate(header.layers):
         selections, heads = trace.selections(layer)
-        counts = stack_depths(selections, depth).numpy()
+        counts = stack_depths(selections, depth)
         by_head = np.zeros((header.heads, depth + 1), np.int64)
         np.add.at(by_head, heads, counts)
         # A page at depth d is in each cache of more than d pages.
@@ -108,7 +107,7 @@ def policy_hits(trace: SelectionTrace, policy: str, buffers: Sequence[int]) -> n
 
     Args:
         trace: the trace.
-        policy: one of ``hisparse.kernels.POLICIES``.
+        policy: one of ``POLICIES``.
         buffers: tokens of a row's buffer, each enough for the longest selection.
 
     Returns:
@@ -119,7 +118,7 @@ def policy_hits(trace: SelectionTrace, policy: str, buffers: Sequence[int]) -> n
     hits = np.zeros((len(header.layers), header.heads, len(sizes)), np.int64)
     for at, layer in enumerate(header.layers):
         selections, heads = trace.selections(layer)
-        np.add.at(hits[at], heads, replay(selections, policy, sizes).numpy())
+        np.add.at(hits[at], heads, count_hits(selections, policy, sizes))
     return hits
 
 
@@ -133,7 +132,7 @@ def adjacent_overlap(trace: SelectionTrace) -> np.ndarray:
     for at, layer in enumerate(header.layers):
         selections, heads = trace.selections(layer)
         again, total = _overlap(selections)
-        by_stream = selections.streams[:-1].numpy()
+        by_stream = selections.streams[:-1]
         for head in range(header.heads):
             of_head = heads == head
             pages = int(np.add.reduceat(total, by_stream)[of_head].sum())
@@ -145,17 +144,16 @@ def adjacent_overlap(trace: SelectionTrace) -> np.ndarray:
 def _overlap(selections: Selections) -> tuple[np.ndarray, np.ndarray]:
     """``[M]``: pages that the selection before had, and pages; 0 for the first of a stream."""
     count = len(selections.full_pages)
-    sizes = selections.offsets.diff()
-    row = torch.repeat_interleave(torch.arange(count), sizes)
+    sizes = np.diff(selections.offsets)
+    row = np.repeat(np.arange(count), sizes)
     # A page and its selection as one number; the next selection's is larger by the stride.
     stride = selections.num_pages
     keys = row * stride + selections.pages
-    held = torch.isin(keys - stride, keys, assume_unique=False)
-    first = torch.zeros(count, dtype=torch.bool)
+    held = np.isin(keys - stride, keys)
+    first = np.zeros(count, bool)
     first[selections.streams[:-1]] = True
-    held &= ~first[row]
-    again = torch.zeros(count, dtype=torch.int64).index_add_(0, row, held.long())
-    return again.numpy(), torch.where(first, 0, sizes).numpy()
+    again = np.bincount(row[held & ~first[row]], minlength=count)
+    return again, np.where(first, 0, sizes)
 
 
 def describe(file: Path, trace: SelectionTrace) -> dict[str, Any]:
