@@ -148,13 +148,15 @@ class _Clocks:
         """Wrap the parts; the result, a context manager, takes the clocks away."""
         coordinator = requests.coordinator
         impl = "reference" if cpu_library() is None else "cpu"
+        select = OPERATIONS["select"]
         owners: dict[str, tuple[Any, str]] = {
             "score": (requests, "retrieve_topk"),
-            "select": (OPERATIONS["select"].module(impl), "select"),
             "swap_in": (coordinator.manager, "swap_in"),
             "attention": (requests.adapter, "attend"),
         }
         stack = ExitStack()
+        timed = self._wrap("select", select.function(impl))
+        stack.enter_context(patch.dict(select.functions, {impl: timed}))
         for part, (owner, name) in owners.items():
             wrapped = self._wrap(part, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, wrapped))

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from hisparse.adapters.base import ADAPTERS, BackendAdapter
+from hisparse.adapters.base import ADAPTERS, BackendAdapter, DeviceLimits
 from hisparse.errors import ConfigError
-from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.types import AttentionRule, KVSpec, SelectionScope
 
 #: Adapters by device type in order of preference, each with the reason for the choice. Libraries

@@ -7,9 +7,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
+from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter, DeviceLimits
 from hisparse.kernels import chunk_attention, paged_attention
-from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 from hisparse.units import format_bytes
 

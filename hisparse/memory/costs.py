@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hisparse.adapters import BackendAdapter, TableLimits
+from hisparse.adapters.base import DeviceLimits
 from hisparse.algorithms import (
     BaseSparseAlgorithm,
     Representation,
@@ -15,7 +16,6 @@ from hisparse.algorithms import (
 )
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig, Resolved
-from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.memory.sizing import SizingRequest
 from hisparse.types import KVSpec
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from hisparse.adapters.base import device_limits
 from hisparse.cache.formats import sglang_choices
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import ConfigError
-from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.costs import Resources
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize

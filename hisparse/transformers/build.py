@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hisparse.adapters.base import device_limits
 from hisparse.algorithms import build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.cache.formats import format_of
@@ -21,7 +22,6 @@ from hisparse.engine.build import (
 )
 from hisparse.engine.capabilities import choose_scope, row_tokens, stored_spec
 from hisparse.errors import CapacityError, ConfigError
-from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.costs import Resources, host_token_bytes
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize

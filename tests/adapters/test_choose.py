@@ -11,13 +11,13 @@ import torch
 
 from hisparse.adapters import ADAPTERS, TorchAdapter, TritonAdapter, choose_adapter
 from hisparse.adapters import flash_attention as flash_attention_module
+from hisparse.adapters.base import DeviceLimits
 from hisparse.adapters.torch import attention_shared_bytes
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import resolve
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.kernels import quantize
-from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.memory.costs import Resources
 from hisparse.types import UNSCALED, AttentionRule, KVSpec
 from tests.adapters.interpreter import Interpreter

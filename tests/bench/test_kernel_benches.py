@@ -121,13 +121,13 @@ def test_a_part_is_counted_once_and_its_clock_is_taken_away() -> None:
     requests = DecodeBench(context=256, budget=64, page_size=8, head_dim=16)._make_requests(
         OPTIONS, 32
     )
-    work, cpu = DecodeWorkload(requests, 0.15), OPERATIONS["select"].module("cpu")
+    work, operation = DecodeWorkload(requests, 0.15), OPERATIONS["select"]
     with pytest.MonkeyPatch.context() as patch:
-        select = cpu.select
+        select = operation.function("cpu")
         slow = lambda *arguments: (time.sleep(0.03), select(*arguments))[1]  # noqa: E731
-        patch.setattr(cpu, "select", slow)
+        patch.setitem(operation.functions, "cpu", slow)
         parts = time_parts(requests, Candidate(work.decode, work.prepare), 4)
-        assert cpu.select is slow
+        assert operation.functions["cpu"] is slow
     assert parts["select"] > 30e3
     assert parts["score"] < parts["step"] - 30e3
     assert "attend" not in vars(requests.adapter)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels import decode_latents, encode_latents
-from hisparse.kernels.quantize.rules import LatentRow
+from hisparse.kernels.quantize.op import LatentRow
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEEPSEEK = LatentRow(512, 64)

@@ -62,6 +62,9 @@ KEY_SCORE = Operation(
     *_INPUTS,
     Arg("pages", torch.bool, "B Hq P", optional=True, layout="all"),
     Result("scores", torch.float32, "B Hq P"),
+    cpu=lambda call, query, keys, host_page_table, num_pages, pages, reduce, logit_cap: call(
+        query, keys, host_page_table, num_pages, pages, reduce == "lse", logit_cap
+    ),
     also=_heads_divide,
 )
 GRAPH_SCORE = Operation(
@@ -72,6 +75,17 @@ GRAPH_SCORE = Operation(
     Arg("graphs.tokens", torch.int64, "B", layout="all"),
     Arg("best", torch.float32, "B Hq", layout="all"),
     Result("scores", torch.float32, "B Hq P"),
+    cpu=lambda call, query, keys, host_page_table, num_pages, graphs, best, search: call(
+        query,
+        keys,
+        host_page_table,
+        num_pages,
+        *graphs[:2],
+        best,
+        *graphs[2:],
+        search.threshold,
+        search.within,
+    ),
     also=_heads_divide,
 )
 
