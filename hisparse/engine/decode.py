@@ -83,7 +83,8 @@ class DecodeLayer:
         last = step.last or step
         if last.filled is not None:
             with self._serial:
-                self._finish(layer_id, _of_layer(last, indexer), *last.filled)
+                last.begin_layer(indexer)
+                self._finish(layer_id, last, *last.filled)
         return out
 
     def _attend_in(
@@ -100,7 +101,8 @@ class DecodeLayer:
             return self._attend_streamed(layer_id, q, step, sinks).to(q.dtype)
         selection = None
         if mode == "sparse":
-            selection = self._select(layer_id, q, _of_layer(step, indexer))  # score, select
+            step.begin_layer(indexer)
+            selection = self._select(layer_id, q, step)  # score, select
         queries = q.reshape(-1, self._policy.kv.num_q_heads // self._policy.heads, q.shape[-1])
         with self._serial:
             try:
@@ -251,11 +253,6 @@ class DecodeLayer:
                 end = min((first + width) * size, seq_len)
                 tiles.append(Tile(layer_id, ~request, first, end, pages[first : first + width]))
         return tiles
-
-
-def _of_layer(step: DecodeStep, indexer: IndexerInputs | None) -> DecodeStep:
-    """The step with what the model's indexer says of the whole batch in one layer, if anything."""
-    return step if indexer is None else step.with_indexer(indexer)
 
 
 def _all_where(dense: Tensor, selection: Selection, everything: Selection) -> Selection:
