@@ -69,7 +69,9 @@ class DecodeLayer:
         ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
         """
         with self._serial:
-            self._start_layer(layer_id, step)
+            if self._before_layer and "sparse" in step.by_mode:
+                for extension in self._before_layer:
+                    call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
             self._manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
         by_mode = self._modes.of_layer(layer_id, step)
         if len(by_mode) == 1:
@@ -121,11 +123,6 @@ class DecodeLayer:
         if sinks is not None:
             out = add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks).out
         return out.to(q.dtype)
-
-    def _start_layer(self, layer_id: int, step: DecodeStep) -> None:
-        if self._before_layer and "sparse" in step.by_mode:
-            for extension in self._before_layer:
-                call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
 
     def _select(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
         """The pages that a layer attends; the first layer of a group scores and selects them."""

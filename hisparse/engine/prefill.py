@@ -97,20 +97,15 @@ class Prefill:
             if not self._policy.kv.window(layer_id):
                 inputs = None if indexer is None else indexer.take(tokens)
                 step = self.summarize(layer_id, chunk, new[0], pages, inputs)
-                positions = self._select(layer_id, step)
+                algorithm = self._components.algorithm
+                positions = call(algorithm.select_prefill, layer_id, layer_id, step)
+                check_positions(positions, algorithm, layer_id, step.length)
             attended = self._attend(layer_id, chunk, *new, positions, next_tile)
             if sinks is not None:
                 attended = add_sinks(attended, sinks)
             outputs.append(attended.out.to(q.dtype))
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _select(self, layer_id: int, step: PrefillStep) -> Tensor | None:
-        """Positions ``[T, K] int32`` that each query attends; None: all up to its own."""
-        algorithm = self._components.algorithm
-        positions = call(algorithm.select_prefill, layer_id, layer_id, step)
-        check_positions(positions, algorithm, layer_id, step.length)
-        return positions
 
     def _move(self, lane: Lane, work: Callable[[], None]) -> None:
         self._moving.append(self._manager.streams.start(lane, work))

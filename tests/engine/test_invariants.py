@@ -29,8 +29,6 @@ from tests.delayed import DelayedStreams, Order
 from tests.engine.test_replay import assert_same, state_of
 from tests.sizes import crossed
 
-__all__ = ["FP8", "INT8", "MLA", "SCOPES", "assert_dense"]
-
 SCOPES = ["layer", "kv_head", "query_head"]
 LAYOUTS = ["layer_first", "page_first", "page_head"]
 FP8, INT8 = {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "int8"}
