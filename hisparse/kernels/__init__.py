@@ -8,7 +8,6 @@ to choose from: they are PyTorch's operations.
 from hisparse.kernels.arguments import verify_indices as verify_indices
 from hisparse.kernels.attention.op import *
 from hisparse.kernels.attention.reference import cap_logits as cap_logits
-from hisparse.kernels.build.cpu import serial_operators as serial_operators
 from hisparse.kernels.index.op import *
 from hisparse.kernels.index.reference import chunk_index_score as chunk_index_score
 from hisparse.kernels.keys.op import *
@@ -19,4 +18,5 @@ from hisparse.kernels.select.op import *
 from hisparse.kernels.sketch.op import *
 from hisparse.kernels.sketch.reference import page_outline as page_outline
 from hisparse.kernels.summary.op import *
+from hisparse.kernels.threads import *
 from hisparse.kernels.transfer.op import *

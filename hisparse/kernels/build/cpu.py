@@ -10,10 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-
-import torch
 
 from hisparse.errors import KernelError
 from hisparse.kernels.build.cache import CACHE
@@ -35,7 +32,6 @@ __all__ = [
     "cpu_library",
     "cpu_sources",
     "cxx_compiler",
-    "serial_operators",
 ]
 
 logger = logging.getLogger(__name__)
@@ -79,39 +75,6 @@ def call_cpu(name: str, *arguments: object) -> None:
         getattr(cpu_library(), name)(*arguments)
     except ValueError as error:
         raise KernelError(str(error)) from None
-
-
-class serial_operators:
-    """Run PyTorch's CPU operators that the calling thread starts on that thread alone.
-
-    The operators of a decode step are small. Joining an OpenMP team waits for each of its threads;
-    on a core that another process keeps busy, that takes 10 to 40 ms where the operator takes 0.1.
-    The kernels of this package keep their threads: their callers do not wait for a thread that has
-    not begun. Without the C++ kernels, or on another device, this changes nothing.
-
-    Args:
-        device: device of the operators.
-    """
-
-    __slots__ = ("_before", "_library")
-
-    def __init__(self, device: torch.device) -> None:
-        self._library: Any = cpu_library() if device.type == "cpu" else None
-        #: Threads before each entry that has not ended.
-        self._before: list[int] = []
-
-    def __enter__(self) -> None:
-        self._before.append(1 if self._library is None else self._library.hold_openmp())
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        before = self._before.pop()
-        if before > 1:
-            self._library.release_openmp(before)
 
 
 def build_cpu() -> Path:
