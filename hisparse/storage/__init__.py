@@ -9,19 +9,18 @@ tensors: it stores bytes. docs/storage.md has the format and how to operate a st
     namespace = Namespace(model="…", kv_dtype="bfloat16", page_size=16, rank=0, num_ranks=1,
                           part_bytes=(98304, 98304))
     with FileStore("/var/cache/hisparse", 500 << 30) as store:
-        store.put(namespace, key, parts)              # parts: 2 buffers of 98,304 bytes
+        store.put(namespace, key, page)               # page: a buffer of 196,608 bytes
         found = store.find(namespace, keys)           # the first `found` keys are stored
         store.get(namespace, keys[:found], buffers)   # buffers: one of 196,608 bytes a key
 """
 
+from hisparse.storage.collect import size_in_bytes
 from hisparse.storage.contexts import Context, Contexts, Filter
-from hisparse.storage.limits import POLICIES, size_in_bytes
 from hisparse.storage.namespace import Namespace, page_keys
 from hisparse.storage.report import Damage, NamespaceUse, StoreReport, VerifyReport
 from hisparse.storage.store import FileStore
 
 __all__ = [
-    "POLICIES",
     "Context",
     "Contexts",
     "Damage",

@@ -22,7 +22,7 @@ from typing import Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.private_files import NotPrivateError, PrivateFolder, lock_holder
-from hisparse.storage.context_tree import contexts_path
+from hisparse.storage.contexts import contexts_path
 from hisparse.storage.index import Index
 from hisparse.storage.namespace import BLOCK_BYTES
 from hisparse.storage.schema import is_refusal
@@ -87,12 +87,7 @@ class Folder:
             raise HiSparseError(f"store {quoted(str(path))}: {reason}") from None
 
     def _open_folders(self) -> None:
-        """Open or make the folders and the file that processes lock.
-
-        Raises:
-            NotPrivateError: others can write there, or it is a folder with other files.
-            OSError: the system refuses.
-        """
+        """Open or make the folders and the file that processes lock."""
         pages = self.path / "segments"
         new = [each for each in pages.parents if not each.exists()]
         self._private = PrivateFolder(self.path, or_roots=True)
@@ -130,12 +125,7 @@ class Folder:
         return any(map(SEGMENT_NAME.fullmatch, names)) or any(x.exists() for x in files)
 
     def open_index(self) -> Index:
-        """The index once more, for a thread that keeps it busy.
-
-        Raises:
-            OSError: another took its place.
-            sqlite3.Error: SQLite cannot open it.
-        """
+        """The index once more, for a thread that keeps it busy."""
         index = Index(self._file)
         try:
             self.check_index()
@@ -210,14 +200,7 @@ class Folder:
         self._unlock()
 
     def _lock_shared(self, until: float) -> None:
-        """Lock the folder beside others, once none of them is making the index.
-
-        Args:
-            until: when to give up, by ``time.monotonic``.
-
-        Raises:
-            TimeoutError: another process has kept it locked.
-        """
+        """Lock the folder beside others, once none of them is making the index."""
         start, told = time.monotonic(), False
         while True:
             with contextlib.suppress(BlockingIOError):
@@ -226,10 +209,9 @@ class Folder:
             now = time.monotonic()
             if now > start + _SAY_S and not told:
                 told = True
-                holder, left = lock_holder(self._lock), until - now
                 logger.warning(
                     "store %s: waiting for %s, which makes the index, for at most %.0f s more",
-                    self.path, holder, left,
+                    self.path, lock_holder(self._lock), until - now,
                 )  # fmt: skip
             if now > until:
                 raise TimeoutError(
@@ -265,8 +247,7 @@ class Folder:
     def _checked_index(self) -> Index:
         """The index as it is, or an empty one if it is absent or damaged.
 
-        Raises:
-            OSError, sqlite3.Error: the system refuses; an index that is there stays.
+        An index stays where the system refuses to read it.
         """
         if self._file.exists():
             try:
@@ -306,9 +287,10 @@ class Folder:
 
     def num_bytes(self, index: Index) -> int:
         """Bytes of what has to fit the size of the store: its segments, and contexts."""
+        num_bytes = sum(index.ends().values())
         with contextlib.suppress(FileNotFoundError):
-            return index.num_bytes() + os.stat(contexts_path(self.path)).st_size
-        return index.num_bytes()
+            num_bytes += os.stat(contexts_path(self.path)).st_size
+        return num_bytes
 
     def read_on(self, index: Index, *, alone: bool = False) -> bool:
         """Make an index agree with the segments: add what it lacks, drop what is not there.
@@ -323,9 +305,6 @@ class Folder:
 
         Returns:
             Whether the index has what all segments have.
-
-        Raises:
-            sqlite3.Error: SQLite cannot do it.
         """
         # In this order, since others may append between the two.
         known = index.ends()
@@ -337,8 +316,7 @@ class Folder:
             if size <= max(known.get(number, 0), self._read.get(number, 0)):
                 continue
             try:
-                name, files = self.segments.path(number).name, self.segments.folder
-                with nullcontext(True) if alone else locked(files, name) as free:
+                with nullcontext(True) if alone else self.segments.locked(number) as free:
                     if free:
                         self.read_segment(index, number)
                     is_whole = is_whole and free
@@ -374,12 +352,7 @@ class Folder:
                 )  # fmt: skip
 
     def read_segment(self, index: Index, number: int) -> None:
-        """Add the records of a segment that are beyond its end in the index.
-
-        Raises:
-            OSError: the system refuses.
-            sqlite3.Error: SQLite cannot do it.
-        """
+        """Add the records of a segment that are beyond its end in the index."""
         segment = self.segments.open(number)
         size, start = segment.num_bytes, max(index.ends().get(number, 0), self._read.get(number, 0))
         if size > start:

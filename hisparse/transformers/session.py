@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -126,7 +125,7 @@ class StoredPages:
             data = torch.empty(len(part), self._serializer.record_bytes, dtype=torch.uint8)
             self._serializer.read(pages[first * per_record :][: len(part) * per_record], data)
             for key, record in zip(part, data, strict=True):
-                self._store.put(self.namespace, key, self._parts(record))
+                self._store.put(self.namespace, key, record.numpy().data)
         return self._store.find(self.namespace, keys)
 
     def save_layers(
@@ -197,11 +196,6 @@ class StoredPages:
         self._loaded.begin([after])
         for layer in range(self._rows.coordinator.policy.kv.num_layers):
             self._loaded.prepare(layer)
-
-    def _parts(self, record: Tensor) -> list[memoryview]:
-        data = record.numpy().data
-        bounds = accumulate(self._serializer.part_bytes, initial=0)
-        return [data[start:end] for start, end in pairwise(bounds)]
 
     def _wait(self) -> None:
         """Wait for the kernels that read or write host pages."""

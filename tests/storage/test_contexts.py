@@ -16,7 +16,7 @@ import pytest
 
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.storage import Contexts, FileStore, page_keys
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read
 
 KEYS = [key_of(i) for i in range(20)]
 BRANCH = [*KEYS[:7], *(key_of(i) for i in range(100, 110))]
@@ -165,7 +165,7 @@ def test_contexts_count_towards_the_size(tmp_path: Path, contexts: Contexts) -> 
         for number in range(20):
             contexts.add([keys[number]], 16, {"text": "x" * (64 << 10)})
         contexts.close()
-        assert not store.put(NAMESPACE, key_of(50), parts_of(key_of(50)))
+        assert not store.put(NAMESPACE, key_of(50), contents(key_of(50)))
         assert store.counters["refused_size"] == 1
         store.collect()
         # Those stay whose pages are in the segment that is being written.

@@ -14,7 +14,7 @@ from hisparse.errors import ConfigError, HiSparseError
 from hisparse.private_files import PrivateFolder
 from hisparse.storage import Contexts, FileStore, folder, size_in_bytes
 from tests.processes import NOBODY, as_nobody, folder_for_all, needs_root
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read, segment_files
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_a_store_of_root_that_a_user_can_only_read(path: Path) -> None:
 
     def use() -> object:
         with _open(path) as store:
-            put = store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
+            put = store.put(NAMESPACE, key_of(9), contents(key_of(9)))
             return read(store, keys), put, len(Contexts(path, NAMESPACE).all())
 
     assert as_nobody(use) == "([True, True, True], False, 1)"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -72,10 +71,9 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _put(self, key: str, record: Tensor) -> bool:
         namespace, page = self._split(key)
-        data = record.numpy().data
-        parts = [data[start:end] for start, end in _bounds(namespace)]
         # A page that is there already is not written.
-        return self.store.put(namespace, page, parts) or self.store.find(namespace, [page]) == 1
+        done = self.store.put(namespace, page, record.numpy().data)
+        return done or self.store.find(namespace, [page]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
         """Read one record."""
@@ -122,7 +120,3 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
     def _split(self, key: str) -> tuple[Namespace, str]:
         namespace, _, page = key.partition("-")
         return self._namespaces[namespace], page
-
-
-def _bounds(namespace: Namespace) -> Iterator[tuple[int, int]]:
-    return pairwise(accumulate(namespace.part_bytes, initial=0))
