@@ -72,7 +72,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
     def _put(self, key: str, record: Tensor) -> bool:
         namespace, page = self._split(key)
         # A page that is there already is not written.
-        done = self.store.put(namespace, page, record.numpy().data)
+        done = self.store.put(namespace, page, record.numpy().data[: namespace.page_bytes])
         return done or self.store.find(namespace, [page]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
