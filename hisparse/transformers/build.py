@@ -25,7 +25,7 @@ from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.costs import Resources, host_token_bytes
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
-from hisparse.transformers.model_shape import read_model_shape, text_config
+from hisparse.model_config import read_model_shape, text_config
 from hisparse.transformers.rows import RowStore
 from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory

@@ -29,15 +29,8 @@ class StoredPages:
 
     Args:
         rows: owner of the rows; nothing has run on it yet.
-        store: the store.
-        config: the settings of the rows.
-        fingerprint: of the model.
-        model: checks that the model is still that of the fingerprint.
+        model: checks that the model is still that of ``fingerprint``.
         page_tokens: tokens of a page of the store, a multiple of the rows' page size.
-
-    Attributes:
-        namespace: of the pages.
-        page_tokens: as given.
     """
 
     def __init__(

@@ -26,6 +26,7 @@ from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.engine.fingerprint import fingerprint, model_settings
 from hisparse.errors import ConfigError
+from hisparse.model_config import rotary_frequencies
 from hisparse.sglang import session as session_module
 from hisparse.sglang.features.storage import around_request
 from hisparse.sglang.features.storage.file_storage import FileStorage
@@ -37,7 +38,6 @@ from hisparse.sglang.features.storage.key import (
 )
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.storage import Namespace, page_keys
-from hisparse.transformers.model_shape import rotary_frequencies
 from hisparse.types import AttentionRule
 from tests.server.tiny_models import tiny_model
 from tests.sizes import SWEEPS

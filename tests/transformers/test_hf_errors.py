@@ -26,8 +26,8 @@ from transformers import (
 from hisparse.algorithms.quest import Quest
 from hisparse.config import HiSparseConfig
 from hisparse.errors import AlgorithmError, CapacityError, ConfigError, HiSparseError
+from hisparse.model_config import read_model_shape
 from hisparse.transformers import HiSparseCache, disable, enable
-from hisparse.transformers.model_shape import read_model_shape
 from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, model, prompt
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

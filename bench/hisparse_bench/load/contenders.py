@@ -62,7 +62,7 @@ class ServedModel:
         """
         from transformers import AutoTokenizer
 
-        from hisparse.transformers.model_shape import read_model_config, shape_per_rank, text_config
+        from hisparse.model_config import read_model_config, shape_per_rank, text_config
 
         if options.model == random_dsa.NAME:
             folder = random_dsa.make(say)
