@@ -63,11 +63,6 @@ class StoreLimits:
             got = f"ttl_s {self.ttl_s} with policy {self.policy!r}"
             raise ConfigError(f"got {got}, expected it with policy 'ttl' alone")
 
-    @property
-    def default_segment_bytes(self) -> int:
-        """1/64 of the size, so that little space waits in unfinished segments."""
-        return min(max((self.size_bytes or 2**63) // 64, 4 << 20), 1 << 30)
-
     def used_since(self, now: float) -> float:
         """Pages that were last used before this time are expired."""
         return 0.0 if self.ttl_s is None else now - self.ttl_s

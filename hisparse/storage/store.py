@@ -88,7 +88,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         self._limits, self._clock = StoreLimits(size_bytes, policy, ttl_s), clock
         self._folder = Folder(Path(path), create=create)
         self._closed = False
-        segment_bytes = segment_bytes or self._limits.default_segment_bytes
+        # So that little space waits in unfinished segments.
+        segment_bytes = segment_bytes or min(max((size_bytes or 2**63) // 64, 4 << 20), 1 << 30)
         self._writer = SegmentWriter(self._folder.segments, segment_bytes, self._folder.index.ends)
         self._counters = StoreCounters(self._folder.path)
         self._reader = Reader(self._folder, self._counters)

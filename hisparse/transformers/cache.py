@@ -14,7 +14,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.metrics import CacheStats
 from hisparse.errors import CapacityError, HiSparseError
-from hisparse.transformers.build import Limits, build_store, read_config
+from hisparse.transformers.build import build_store, read_config
 from hisparse.transformers.forward import ForwardState, begin_forward, check_layer, read_mask
 from hisparse.transformers.rows import Rows, RowStore
 from hisparse.types import AttentionRule
@@ -63,9 +63,8 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         device: torch.device | str | None = None,
         **settings: Any,
     ) -> None:
-        limits = Limits(max_rows=max_batch_size, max_length=max_length, max_tokens=max_tokens)
-        store, columns = build_store(model, read_config(config, settings), limits, device)
-        self._set_up(store, columns)
+        merged = read_config(config, settings)
+        self._set_up(*build_store(model, merged, max_batch_size, max_length, max_tokens, device))
 
     def _set_up(self, store: RowStore, max_length: int) -> None:
         super().__init__(layers=[])

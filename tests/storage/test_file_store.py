@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.storage import FileStore, Namespace
+from hisparse.storage import FileStore
 from tests.storage.pages import NAMESPACE, contents, fill, key_of, read, segment_files
 
 
@@ -75,11 +75,6 @@ def test_namespaces_share_a_folder_and_no_page(store: FileStore, other: dict[str
     assert read(store, [key], namespace) == [False]
     assert store.put(namespace, key, contents(key, namespace))
     assert read(store, [key], namespace) == read(store, [key]) == [True]
-
-
-def test_a_namespace_is_its_text() -> None:
-    assert Namespace.parse(NAMESPACE.text) == NAMESPACE
-    assert Namespace.parse(NAMESPACE.text).key == NAMESPACE.key
 
 
 @pytest.mark.parametrize(
