@@ -131,21 +131,15 @@ class Collector:
         self._not_before = time.monotonic() + _PAUSE_S
 
     def run(self, min_live_ratio: float, room: int = 0, size_bytes: int | None = None) -> int:
-        """Drop expired pages; above the high-water mark evict to the low one; give space back.
-
-        Contexts whose pages have all left go too.
+        """Collect, as :meth:`FileStore.collect` says; contexts whose pages have all left go too.
 
         Args:
             min_live_ratio: segments with less live bytes than this share of theirs are copied.
             room: bytes that are wanted in addition to those that are free.
-            size_bytes: evict down to this instead; None: by the marks of the store.
+            size_bytes: evict down to this; None: by the marks of the store.
 
         Returns:
             Bytes given back; 0 if another thread or process is at it.
-
-        Raises:
-            OSError: the system refuses; what was not copied stays where it is.
-            sqlite3.Error: SQLite cannot do it.
         """
         self._folder.check_index()
         self._folder.index.write_uses()
@@ -239,11 +233,7 @@ class Collector:
     def _give_back(self, index: Index, segment: int) -> int:
         """Copy the pages of a segment and delete it, unless a process is writing it.
 
-        Returns:
-            The bytes given back.
-
-        Raises:
-            OSError: a page cannot be read or written; it stays where it is, and so does the file.
+        Returns the bytes given back. The file stays if a page cannot be read or written.
         """
         segments, copied = self._folder.segments, 0
         with segments.locked(segment) as free:

@@ -135,11 +135,8 @@ class Folder:
         return index
 
     def check_index(self) -> None:
-        """Check that the index is still the file of the folder: this process alone may know what
-        it says. Otherwise nothing is written from now on.
-
-        Raises:
-            OSError: it was deleted, or another took its place.
+        """Raise ``OSError`` unless the index is still the file of the folder: only this process may
+        know what it says. Nothing is then written from now on.
         """
         with contextlib.suppress(FileNotFoundError):
             opened = self.index.opened

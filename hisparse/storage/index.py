@@ -161,11 +161,7 @@ class Index:
         return found[0][0] if found else None
 
     def namespaces(self) -> dict[int, Namespace]:
-        """Every namespace by its number.
-
-        Raises:
-            ConfigError: the text of one is damaged.
-        """
+        """Every namespace by its number."""
         rows = self._all("SELECT id, text FROM namespaces")
         return {number: Namespace.parse(text) for number, text in rows}
 

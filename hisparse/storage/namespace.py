@@ -181,11 +181,7 @@ def key_bytes(key: str) -> bytes:
 
 
 def joined_keys(keys: Sequence[str]) -> bytes:
-    """The bytes of hexadecimal keys of one length, one after the other.
-
-    Raises:
-        ConfigError: a key is malformed.
-    """
+    """The bytes of keys of one length, one after the other; see :func:`key_bytes`."""
     size = len(key_bytes(keys[0]))
     try:
         data = bytes.fromhex("".join(keys))

@@ -31,24 +31,15 @@ class Reader:
         self._folder, self._counters = folder, counters
 
     def read(self, namespace: Namespace, jobs: Sequence[tuple[int, Row, memoryview]]) -> list[int]:
-        """Read pages.
+        """Read pages: a number, where the page is, and as many bytes to fill as it has.
 
-        Args:
-            namespace: of the pages.
-            jobs: a number, where the page is, and as many bytes to fill as it has.
-
-        Returns:
-            The numbers of the pages that were read.
+        Returns the numbers of the pages that were read.
         """
         block = memoryview(bytearray(BLOCK_BYTES))
         return [i for i, row, view in jobs if self._read_one(namespace, row, view, block)]
 
     def verify(self) -> VerifyReport:
-        """Read every page.
-
-        Raises:
-            OSError, sqlite3.Error: a file cannot be read at all.
-        """
+        """Read every page."""
         index, damaged = self._folder.index, []
         pages, num_bytes, namespaces = 0, 0, index.namespaces()
         for segment in index.segments():
@@ -62,10 +53,7 @@ class Reader:
         return VerifyReport(pages=pages, bytes=num_bytes, damaged=tuple(damaged))
 
     def record(self, row: Row) -> memoryview | None:
-        """Read the whole record of a page.
-
-        Returns:
-            The record; None: it is damaged, and the page was dropped.
+        """Read the whole record of a page; None: it is damaged, and the page was dropped.
 
         Raises:
             OSError: the record cannot be read; the page stays.

@@ -121,11 +121,7 @@ class Segments:
         return dict(sorted(found.values()))
 
     def open(self, segment: int, *, fresh: bool = False) -> OpenSegment:
-        """Open a segment, or find it open; ``fresh``: open the file again also then.
-
-        Raises:
-            OSError: it cannot be opened; FileNotFoundError: it was deleted.
-        """
+        """Open a segment, or find it open; ``fresh``: open the file again also then."""
         with self._lock:
             if (found := None if fresh else self._open.get(segment)) is None:
                 found = self._open[segment] = OpenSegment(self.folder, self.path(segment).name)
@@ -226,14 +222,9 @@ class SegmentWriter:
         return self._next.offset >= self._segment_bytes
 
     def append(self, views: Sequence[memoryview], *, adopt: bool) -> RecordPlace:
-        """Append a record; nothing is left of it if that fails.
+        """Append a record, which is padded to whole blocks; nothing is left of it if that fails.
 
-        Args:
-            views: the record, without the padding to whole blocks.
-            adopt: whether to go on with a segment that another process left unfilled.
-
-        Raises:
-            OSError: the system refuses, such as for a full disk.
+        ``adopt``: go on with a segment that another process left unfilled, if there is one.
         """
         if self.is_full:
             self.seal()
@@ -269,8 +260,7 @@ class SegmentWriter:
     def flush(self) -> None:
         """Write to the disk what was appended; others may append meanwhile.
 
-        Raises:
-            OSError: the disk refuses; the next flush tries again.
+        If the disk refuses, the next flush tries again.
         """
         # A second caller waits for the first, whose files may hold what it appended.
         with self._flushing:

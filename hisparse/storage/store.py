@@ -303,16 +303,14 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Below, a row is where the index says that a page is.
-
     def _find(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Row | None]:
-        """Rows of pages that are stored and not expired."""
+        """Where the index has pages that are not expired."""
+        since = self._limits.used_since(self._clock())
         try:
             rows = [] if self._closed else self._folder.index.find(namespace, keys)
         except sqlite3.Error as error:
             self._note_error("index_errors", error)
             rows = []
-        since = self._limits.used_since(self._clock())
         found = [row if row is None or row.used >= since else None for row in rows]
         return found or [None] * len(keys)
 

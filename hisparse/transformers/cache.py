@@ -87,11 +87,8 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         """Return the new K and V unchanged; :meth:`attend` stores them.
 
         Args:
-            key_states: ``[B, Hkv, T, D]``.
-            value_states: ``[B, Hkv, T, D]``.
+            key_states, value_states: ``[B, Hkv, T, D]``.
             layer_idx: layer number.
-            args: ignored.
-            kwargs: ignored.
 
         Raises:
             HiSparseError: the previous layer did not call :meth:`attend`.

@@ -92,11 +92,7 @@ class StoredPages:
         return slots, int(held[0])
 
     def save(self, slots: np.ndarray, keys: Sequence[str]) -> int:
-        """Store the first pages of a row, up to the first that is not exact.
-
-        Args:
-            slots: ``[1]``, request slot of the row.
-            keys: of its first pages.
+        """Store the first pages of a row, ``slots [1]``, up to the first that is not exact.
 
         Returns:
             Pages of ``keys`` from the first on that the store has now.
