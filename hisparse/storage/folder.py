@@ -36,7 +36,7 @@ _MAX_WAIT_S: Final = 0.05
 #: Pages of one transaction while an index is rebuilt.
 _BATCH: Final = 2_000
 #: Seconds after which a process says that it waits for another, and after which it gives up. The
-#: other reads the header of every page if the index is lost: 2,600 to 6,800 pages a second.
+#: other reads the header of every page if the index is lost: 10,000 and more pages a second.
 _SAY_S: Final = 2.0
 _GIVE_UP_S: Final = 1800.0
 #: Files that only this user can open and lock.
