@@ -1,8 +1,8 @@
 """Pages of KV below host memory: a folder of large files that several processes share.
 
 A page is written once under a key that names its tokens and all tokens before them, is never
-changed, and is read back whole or by parts. This room knows nothing of models, of SGLang or of
-tensors: it stores bytes. docs/storage.md has the format and how to operate a store.
+changed, and is read back whole. A store holds bytes; ``fingerprint.py`` says which models may
+share them. docs/storage.md has how to operate a store.
 
 ::
 
