@@ -10,10 +10,8 @@ from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
-import torch
 
 from hisparse.errors import ConfigError
-from hisparse.kernels import Selections
 from hisparse.options import from_options, parse_object
 from hisparse.trace.format import (
     CHUNK,
@@ -30,6 +28,7 @@ from hisparse.trace.format import (
     decode_visits,
     split_sections,
 )
+from hisparse.trace.policies import Selections
 
 R = TypeVar("R")
 
@@ -134,10 +133,10 @@ class SelectionTrace:
         gathered = pages[np.repeat(starts[rows], sizes) + within]
         streams = np.concatenate([h * count + new for h in range(heads)] + [[heads * count]])
         made = Selections(
-            torch.from_numpy(gathered),
-            torch.from_numpy(offsets),
-            torch.from_numpy(streams),
-            torch.from_numpy(np.tile(self.full_pages[order], heads)),
+            pages=gathered,
+            offsets=offsets,
+            streams=streams,
+            full_pages=np.tile(self.full_pages[order], heads),
         )
         return made, np.repeat(np.arange(heads), len(new))
 
@@ -157,7 +156,7 @@ class SelectionTrace:
         if chunk is None or chunk[0] != HEAD:
             raise self._error("its header is damaged")
         text = self._decoded(lambda: chunk[1].decode())
-        values = parse_object(text, f"{self._name}: header", '{"source": "recorded", ...}')
+        values = parse_object(text, f"{self._name}: header", '{"note": "...", ...}')
         header = from_options(TraceHeader, "trace", f"{self._name}: header", values)
         return header, len(MAGIC) + CHUNK.size + len(chunk[1])
 
