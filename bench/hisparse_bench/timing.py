@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
@@ -12,7 +13,9 @@ import torch
 
 from hisparse.kernels.build.cpu import cpu_library
 from hisparse.kernels.operation import OPERATIONS
+from hisparse_bench.options import Options
 from hisparse_bench.random_requests import RandomRequests
+from hisparse_bench.report import Case, Result
 
 
 class Candidate(NamedTuple):
@@ -27,6 +30,8 @@ class Candidate(NamedTuple):
     prepare: Callable[[int], Any] | None = None
 
 
+#: Steps before the timed ones.
+WARMUPS = 3
 #: Steps in a turn.
 _BLOCK = 8
 
@@ -36,7 +41,7 @@ def time_in_turns(
     num_steps: int,
     *,
     device: torch.device,
-    num_warmups: int = 3,
+    num_warmups: int = WARMUPS,
 ) -> dict[str, list[float]]:
     """Time every step of every candidate.
 
@@ -66,6 +71,38 @@ def time_in_turns(
                 if step >= num_warmups and step > first:
                     times[impl].append(seconds)
     return times
+
+
+def timed_case(
+    name: str,
+    params: Mapping[str, Any],
+    candidates: Mapping[str, Candidate],
+    options: Options,
+    *,
+    agrees: Callable[[], bool],
+    moved: int | None = None,
+    num_warmups: int = WARMUPS,
+) -> Case:
+    """Time candidates in turns.
+
+    Args:
+        name: name of the case.
+        params: sizes and other parameters.
+        candidates: name to candidate.
+        options: device and number of steps.
+        agrees: says, after the timed steps, whether results are correct.
+        moved: bytes of a step, where bytes are what counts.
+        num_warmups: steps before the timed ones.
+    """
+    times = time_in_turns(
+        candidates, options.num_steps, device=options.device, num_warmups=num_warmups
+    )
+    return Case(
+        name=name,
+        params={**params, "threads": torch.get_num_threads()},
+        gate="passed" if agrees() else "failed",
+        results=[Result.of(impl, seconds, moved) for impl, seconds in times.items()],
+    )
 
 
 def _seconds_cpu(run: Callable[[int], Any], step: int) -> float:
@@ -146,31 +183,27 @@ class _Clocks:
 
     def around(self, requests: RandomRequests) -> ExitStack:
         """Wrap the parts; the result, a context manager, takes the clocks away."""
-        coordinator = requests.coordinator
         impl = "reference" if cpu_library() is None else "cpu"
         owners: dict[str, tuple[Any, str]] = {
             "score": (requests, "retrieve_topk"),
             "select": (OPERATIONS["select"].module(impl), "select"),
-            "swap_in": (coordinator.manager, "swap_in"),
+            "swap_in": (requests.coordinator.manager, "swap_in"),
             "attention": (requests.adapter, "attend"),
         }
         stack = ExitStack()
         for part, (owner, name) in owners.items():
-            wrapped = self._wrap(part, getattr(owner, name))
+            wrapped = partial(self._timed, part, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, wrapped))
         return stack
 
-    def _wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
-            self._inner.append(0.0)
-            start = time.perf_counter()
-            result = function(*arguments, **options)
-            seconds = time.perf_counter() - start
-            self._seconds[part] += seconds - self._inner.pop()
-            self._inner[-1] += seconds
-            return result
-
-        return timed
+    def _timed(self, part: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self._inner.append(0.0)
+        start = time.perf_counter()
+        result = function(*args, **options)
+        seconds = time.perf_counter() - start
+        self._seconds[part] += seconds - self._inner.pop()
+        self._inner[-1] += seconds
+        return result
 
     def split(self, run: Callable[[int], Any], step: int) -> dict[str, float]:
         """Run one step: seconds by part."""

@@ -250,11 +250,8 @@ def _limits(name: str, values: dict[str, Any], options: Options) -> Report:
 
 def _bench(name: str) -> Callable[..., Any]:
     from hisparse_bench.decode import DecodeBench
-    from hisparse_bench.lru_diff import LruDiffBench
-    from hisparse_bench.prefill import PrefillBench
-    from hisparse_bench.step import StepBench
-    from hisparse_bench.swap_in import SwapInBench
-    from hisparse_bench.transfer import TransferBench
+    from hisparse_bench.overlap import PrefillBench, StepBench
+    from hisparse_bench.residency import LruDiffBench, SwapInBench, TransferBench
 
     return {
         "lru-diff": LruDiffBench,

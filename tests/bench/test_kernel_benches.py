@@ -19,13 +19,12 @@ from hisparse.cli import main
 from hisparse.kernels import sketch_score
 from hisparse.kernels.build import isa
 from hisparse.kernels.operation import OPERATIONS
-from hisparse_bench import kernels, lru_diff, transfer
+from hisparse_bench import kernels, residency
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
-from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
 from hisparse_bench.options import Options
 from hisparse_bench.peers import reason_to_leave_out
+from hisparse_bench.residency import LruDiffBench, TransferBench, drifting_selections
 from hisparse_bench.timing import PARTS, Candidate, time_parts
-from hisparse_bench.transfer import TransferBench
 from tests.command import Command
 from tests.delayed import DelayedStreams
 from tests.engine.test_overlap import Forgetful
@@ -243,7 +242,8 @@ def test_overlap_without_waits_fails_the_gate(
 
 def test_each_selection_misses_what_was_asked_for() -> None:
     """An ``OrderedDict`` that follows the chain misses a quarter of each selection."""
-    chain = drifting_selections(1, 20, 40, 0.75, num_steps=30, seed=3)
+    options = dataclasses.replace(OPTIONS, num_steps=27, seed=3)
+    chain = drifting_selections(1, 20, 40, 0.25, options)
     oracle = LruOracle(40)
     steps = [oracle.step(selection[0].tolist(), list(range(200))) for selection in chain]
     assert [step["misses"] for step in steps] == [20] + [5] * 29
@@ -259,7 +259,7 @@ def test_misses_of_the_decode_bench_settle_where_asked() -> None:
 
 def test_a_wrong_kernel_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """One index, one page and one output that are wrong, in one implementation each."""
-    right_diff, right_gather = lru_diff.lru_diff, transfer.gather_pages
+    right_diff, right_gather = residency.lru_diff, residency.gather_pages
 
     def wrong_diff(*args: object, impl: str, **kwargs: object) -> object:
         diff = right_diff(*args, impl=impl, **kwargs)
@@ -271,8 +271,8 @@ def test_a_wrong_kernel_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         right_gather(*args, **kwargs)
         args[2].v[3, 0, 0, 0] += 1
 
-    monkeypatch.setattr(lru_diff, "lru_diff", wrong_diff)
-    monkeypatch.setattr(transfer, "gather_pages", wrong_gather)
+    monkeypatch.setattr(residency, "lru_diff", wrong_diff)
+    monkeypatch.setattr(residency, "gather_pages", wrong_gather)
     right_decode = DecodeWorkload.decode
     monkeypatch.setattr(
         DecodeWorkload, "decode", lambda self, step: right_decode(self, step) * 1.01
