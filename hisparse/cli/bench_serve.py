@@ -135,9 +135,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequence[Any]) -> int:
-    from hisparse_bench.load.bench import LoadBench
+    from hisparse_bench.load.bench import LoadBench, Status
     from hisparse_bench.load.report import LoadReport
-    from hisparse_bench.load.running import Status
 
     started, benches, finished = time.monotonic(), [], False
     columns: list[ProgressColumn] = [SpinnerColumn(), TextColumn("{task.description}")]
