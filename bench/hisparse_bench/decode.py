@@ -24,7 +24,7 @@ from hisparse_bench.peers import (
 )
 from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case
-from hisparse_bench.timing import Candidate, time_parts, timed_case
+from hisparse_bench.timing import Candidate, timed_case
 
 #: Tokens decoded to find the drift of the queries that gives the requested miss ratio.
 _CALIBRATION_TOKENS = 40
@@ -70,25 +70,23 @@ class DecodeBench(ModelShape):
     def run(self, options: Options) -> Case:
         """Time all implementations; the gate compares with float64 attention over the selection."""
         self._check()
-        num_steps = 2 * options.num_steps + _WARMUPS
+        num_steps = options.num_steps + _WARMUPS
         num_tokens = -(-num_steps // self.layers) + _CALIBRATION_TOKENS + 2
         requests = self._make_requests(options, num_tokens)
         work = DecodeWorkload(requests, self.misses)
         agrees = work.agrees()
         work.calibrate(_CALIBRATION_TOKENS)
         before = requests.stats
-        ours, peers = Candidate(work.decode, work.prepare), work.peers()
+        peers = work.peers()
         case = timed_case(
             "decode",
             self._params() | ({"left_out": work.left_out} if work.left_out else {}),
-            peers | {options.device.type: ours},
+            peers | {options.device.type: Candidate(work.decode, work.prepare)},
             options,
             agrees=lambda: agrees,
             num_warmups=_WARMUPS,
         )
         case.params["miss_ratio"] = round(miss_ratio(before, requests.stats), 4)
-        if options.device.type == "cpu":
-            case.parts.update(time_parts(requests, ours, options.num_steps))
         return case
 
     def _check(self) -> None:

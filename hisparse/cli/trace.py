@@ -17,7 +17,6 @@ from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval.report import check_matplotlib
 from hisparse.trace import SelectionTrace
-from hisparse.trace.policies import POLICIES
 from hisparse.trace.prefix import (
     PrefixPoint,
     are_prefixes,
@@ -25,7 +24,14 @@ from hisparse.trace.prefix import (
     read_prefix,
     replay_all,
 )
-from hisparse.trace.replay import USUAL_BUFFERS, describe, overlaps, recommend, replay_trace
+from hisparse.trace.replay import (
+    POLICIES,
+    USUAL_BUFFERS,
+    describe,
+    overlaps,
+    recommend,
+    replay_trace,
+)
 from hisparse.units import format_bytes
 
 _HIT_RATIO = 0.8

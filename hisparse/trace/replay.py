@@ -1,8 +1,14 @@
-"""Hit ratios and bytes of caches that a trace's selections would have had."""
+"""Hit ratios and bytes of caches that a trace's selections would have had.
+
+All pages of a selection are resident at once: hits are counted before the step, and no page that is
+selected is evicted, as in :func:`hisparse.kernels.lru_diff`. A stream starts with the most recent
+complete pages of its context in the cache, as after a prefill; pages that are completed between two
+selections enter it as the hottest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from hisparse.errors import ConfigError
-from hisparse.trace.policies import count_hits
-from hisparse.trace.reader import SelectionTrace
+from hisparse.trace.reader import Selections, SelectionTrace
 
 #: Tokens of the buffers that are replayed if none are named.
 USUAL_BUFFERS = [2048, 4096, 8192]
@@ -72,6 +77,74 @@ def replay_hits(trace: SelectionTrace, policy: str, buffers: Sequence[int]) -> H
         np.add.at(accesses[at], heads, np.diff(selections.offsets[selections.streams]))
     read_bytes = header.page_bytes * np.array(header.attended_by)
     return Hits(hits=hits, accesses=accesses, read_bytes=read_bytes, steps=len(trace.visits[0]))
+
+
+def count_hits(selections: Selections, policy: str, sizes: Sequence[int]) -> np.ndarray:
+    """Count the hits of a replacement policy in caches of several sizes.
+
+    Args:
+        selections: the selections.
+        policy: one of ``POLICIES``.
+        sizes: pages of each cache, at least those of the longest selection.
+
+    Returns:
+        ``[S, len(sizes)] int64``, selected pages that were in the cache.
+    """
+    streams = range(len(selections.streams) - 1)
+    run = POLICIES[policy]
+    return np.array([[run(selections, x, size) for size in sizes] for x in streams], np.int64)
+
+
+def _lru(selections: Selections, stream: int, size: int) -> int:
+    """Evict the coldest pages: the exact order of ``lru_diff``."""
+    order = np.empty(0, np.int64)  # The coldest first.
+    chosen, held = np.zeros((2, selections.num_pages), bool)
+    hits = 0
+    for pages, completed in selections.steps(stream):
+        order = np.concatenate([order, completed[~held[completed]]])[-size:]
+        held[:] = False
+        held[order] = chosen[pages] = True
+        misses, again = pages[~held[pages]], chosen[order]
+        spare = order[~again][max(0, len(order) + len(misses) - size) :]
+        order = np.concatenate([spare, misses, order[again]])
+        hits += len(pages) - len(misses)
+        chosen[pages] = False
+    return hits
+
+
+def _belady(selections: Selections, stream: int, size: int) -> int:
+    """Evict the page that is selected last of all, so that no policy hits more often."""
+    steps = list(selections.steps(stream))
+    chosen, held = np.zeros((2, selections.num_pages), bool)
+    # Of each page, the step that selects it next; after all steps: none does.
+    upcoming = np.full(selections.num_pages, len(steps))
+    later = []
+    for at, (pages, _) in reversed(list(enumerate(steps))):
+        later.append(upcoming[pages])
+        upcoming[pages] = at
+
+    def evict(count: int) -> None:
+        if count > 0:
+            spare = np.flatnonzero(held & ~chosen)
+            # Of pages that are selected in the same step, the last one goes first.
+            rank = upcoming[spare] * len(held) + spare
+            held[spare[rank.argpartition(-count)[-count:]]] = False
+
+    hits = 0
+    for at, (pages, completed) in enumerate(steps):
+        for page in completed[-size:] if at == 0 else completed:
+            evict(held.sum() - size + (not held[page]))
+            held[page] = True
+        hits += int(held[pages].sum())
+        chosen[pages] = True
+        evict((held | chosen).sum() - size)
+        held[pages] = True
+        chosen[pages], upcoming[pages] = False, later.pop()
+    return hits
+
+
+#: Replacement policies by name: the hits of a stream in a cache of a size.
+POLICIES: dict[str, Callable[[Selections, int, int], int]] = {"lru": _lru, "belady": _belady}
 
 
 def adjacent_overlap(trace: SelectionTrace) -> np.ndarray:

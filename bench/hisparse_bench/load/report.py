@@ -126,7 +126,6 @@ class LoadReport(Report):
         """The report as one JSON object; no figures of a case whose gate failed."""
         found = asdict(self)
         for case, entry in zip(self.cases, found["cases"], strict=True):
-            del entry["parts"]
             results = _completed(case)
             entry["ratios"] = _ratios(results, "median_us") if case.gate == "passed" else {}
             entry["throughput_ratios"] = (
