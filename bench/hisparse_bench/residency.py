@@ -108,9 +108,9 @@ class LruDiffBench:
     """Decode steps in which each selection shares ``overlap`` with the one before.
 
     Attributes:
-        rows: R.
+        rows: R, rows of the batch.
         width: K, pages of a selection.
-        slots: C, slots of a row.
+        slots: C, device slots of a row.
         overlap: fraction of a selection that the next one keeps; the others are misses.
     """
 
@@ -163,7 +163,7 @@ class TransferBench:
 
     pool_bytes: int = 4 << 30
     page_bytes: int = 4096
-    pages: int = 256
+    pages: int = 2048
 
     def run(self, options: Options) -> Case:
         """Time all; the gate compares every gathered page. ``memcpy`` copies contiguous bytes."""
