@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.algorithms import ALGORITHMS
+from hisparse.cache.counters import CacheStats
 from hisparse.config import HiSparseConfig
-from hisparse.engine.metrics import CacheStats
 from hisparse.errors import ConfigError
 from hisparse.types import IndexerInputs, PagedKV
 from hisparse_bench.options import DEEPSEEK, ModelShape, Options
