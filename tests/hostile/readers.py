@@ -13,7 +13,6 @@ from typing import Any
 from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
-from hisparse.eval import plots
 from hisparse.eval.report import read_result, write_reports
 from hisparse.eval.results import Records
 from hisparse.options import read_text
@@ -28,6 +27,7 @@ from hisparse.trace.prefix import (
     write_prefix,
 )
 from hisparse.trace.replay import least_buffer
+from scripts import make_plots
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
@@ -184,7 +184,7 @@ def _plot(kind: str, folder: Path, capture: Any) -> Callable[[Path], None]:
     def draw(words: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return plots.main([kind, *words])
+            return make_plots.main([kind, *words])
 
     return _command(draw, capture, str(folder / "plot.svg"))
 
