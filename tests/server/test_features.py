@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness import Server
-from parts import MORE
+from parts import more
 from tiny_models import tiny_model
 from workload import tokens
 
@@ -131,8 +131,7 @@ def test_a_feature_has_the_name_of_its_module(feature: Any) -> None:
     assert type(feature).__module__ == f"hisparse.sglang.features.{feature.name}"
 
 
-@MORE[0]
-@MORE[1]
+@more
 def test_a_server_without_any_feature_gives_the_same_tokens(
     log_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
