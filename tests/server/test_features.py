@@ -68,7 +68,10 @@ def line(model: Path, flags: tuple[str, ...] = (), config: object = None) -> lis
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Names of features, and what became of starts, by the feature that is deleted; "": none."""
+    """Names of features, and what became of starts, by the feature that is deleted; "": none.
+
+    "no flag" has hooks and modules of a start without hisparse.
+    """
     root = tmp_path_factory.mktemp("packages")
     llama = tiny_model("llama")
     hybrid = next(x for x in FAMILIES if x.name == "LFM2").write(root)
@@ -87,7 +90,23 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("[")]
-    return dict(zip(("", *NAMES), found, strict=True))
+    return dict(zip(("no flag", "", *NAMES), found, strict=True))
+
+
+def test_without_a_flag_it_hooks_and_imports_no_more_than_needed(resolved: dict[str, Any]) -> None:
+    """To see the arguments. Each process of each server of the machine pays for what this loads."""
+    hooks, modules = resolved["no flag"]
+    assert hooks == [
+        "sglang.srt.server_args.ServerArgs.resolve_once",
+        "sglang.srt.server_args.prepare_server_args",
+    ]
+    ours = {name for name in modules if name.startswith("hisparse.")}
+    assert "hisparse.sglang.plugin" in ours
+    rooms = {name.split(".")[1] for name in ours}
+    assert not rooms & {"adapters", "algorithms", "cache", "engine", "kernels", "memory"}
+    # Those that need no plug-in either come with SGLang's registry of attention backends.
+    others = {name.split(".")[0] for name in modules} - {"hisparse", "sglang"}
+    assert not others & {"numpy", "torch", "psutil", "rich"}
 
 
 def test_a_plain_server_has_few_hooks(resolved: dict[str, Any]) -> None:

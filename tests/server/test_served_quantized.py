@@ -112,7 +112,7 @@ def prompts(case: Case) -> list[list[int]]:
     if case.kind is not None:
         return [tokens(n, seed=n) for n in (50, 256, 333, 768)]
     ids = AutoTokenizer.from_pretrained(case.model)(read_text("moby_dick")[:8000]).input_ids
-    return [ids[:400], ids[240:880], ids[360:1000]]
+    return [ids[:400], ids[240:1136], ids[360:1256]]
 
 
 def test_heads_within_the_budget_are_dense(
@@ -166,7 +166,7 @@ def test_tokens_are_the_same_together_and_from_the_radix_cache(
         answer = server.generate(prompt, NEW_TOKENS, top_logprobs=2)
         assert torch.tensor(answer.logprobs).isfinite().all()
         alone.append(certain(answer, case.lead))
-    assert sum(map(len, alone)) >= 12
+    assert sum(map(len, alone)) >= 10
     server.flush_cache()
     together = server.generate_many(prompts, NEW_TOKENS)
     cached = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
