@@ -247,7 +247,6 @@ def test_a_server_that_ends_in_mid_offload_and_damaged_extents(
         assert [answer.ids for answer in answers] == right
         assert max(answer.cached for answer in answers) == CACHED
         assert server.counted("storage_damaged_pages", "storage_failed_loads") == (0, 0)
-        wait_for(server, "storage_offloaded_pages", 93)
     assert damage(tmp_path, seed=1) > 100
     with start(log_dir, f"damaged-{sign}", tmp_path, SPARSE) as server:
         for _ in range(2):
