@@ -283,20 +283,35 @@ def test_damaged_extents_are_computed_instead(log_dir: Path, tmp_path: Path) -> 
         assert [answer.ids for answer in again] == [answer.ids for answer in right]
 
 
+#: A store of which a third of all calls fail, or take up to a second; a package of its own.
+FAULTY = """
+    import random, time
+
+    from hisparse.storage import FileStore
+
+    def disturbed(call):
+        def disturbed_call(*args, **options):
+            time.sleep(0.7 * random.random())
+            if random.random() < 0.3:
+                raise OSError("no answer")
+            return call(*args, **options)
+        return disturbed_call
+
+    def install() -> None:
+        for name in ("find", "get", "put"):
+            setattr(FileStore, name, disturbed(getattr(FileStore, name)))
+"""
+
+
 @more
 @pytest.mark.modes
-def test_failures_and_delays_that_sglang_injects(
-    log_dir: Path, tmp_path: Path, tokens_without: Tokens
-) -> None:
-    """Half of all calls fail and take up to a second, with a limit of half a second."""
+def test_failures_and_delays(log_dir: Path, tmp_path: Path, tokens_without: Tokens) -> None:
+    """With a limit of half a second."""
     prompts = [tokens(600, seed=s) for s in range(70, 78)]
     right = tokens_without(prompts)
-    env = {
-        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
-        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.7",
-    }
-    options = {"env": env, "storage": {"timeout_s": 0.5}}
-    with start(log_dir, "injected", tmp_path, SPARSE, **options) as server:
+    plugin = make_plugin(tmp_path / "p", "faulty:install", FAULTY)
+    options: dict[str, Any] = {"python_path": [plugin], "storage": {"timeout_s": 0.5}}
+    with start(log_dir, "injected", tmp_path / "store", SPARSE, **options) as server:
         for _ in range(3):
             assert [x.ids for x in server.generate_many(prompts, 20)] == right
             server.flush_cache()
@@ -308,17 +323,17 @@ def test_failures_and_delays_that_sglang_injects(
 HANGING = """
     import os, time
 
-    from hisparse.sglang.features.storage import file_storage
+    from hisparse.storage import FileStore
 
     def install() -> None:
-        get = file_storage.FileStorage.batch_get
+        get = FileStore.get
 
         def slow(self, *args, **options):
             while os.path.exists(os.environ["HANG_WHILE"]):
                 time.sleep(0.05)
             return get(self, *args, **options)
 
-        file_storage.FileStorage.batch_get = slow
+        FileStore.get = slow
 """
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from hisparse.sglang.features.storage.calls import StorageHealth, Workers
-from hisparse.sglang.features.storage.state import StorageCounters
+from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth, Workers
 
 
 @pytest.mark.parametrize(

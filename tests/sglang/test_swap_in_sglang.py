@@ -150,7 +150,7 @@ def test_the_pages_go_with_the_request(scheduler: Scheduler) -> None:
     gc.disable()
     try:
         scheduler.retract(request)
-        store = scheduler.server.linker._storage._inner.store
+        store = scheduler.server.linker.records.storage._store
 
         def private() -> int:
             uses = store.describe().namespaces
