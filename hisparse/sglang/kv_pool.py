@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     unwrap_write_loc,
@@ -179,6 +181,41 @@ class LatentPool(_HostPool):
 
 class HiSparseMLAPool(LatentPool, MLATokenToKVPool):  # type: ignore[misc]
     """Latents of models such as DeepSeek-V2 and DeepSeek-V3."""
+
+
+class HiSparseDSAPool(LatentPool, DSATokenToKVPool):  # type: ignore[misc]
+    """Latents of DeepSeek-V3.2. The algorithm ``dsa`` keeps the index keys as representations."""
+
+    def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
+        _init_without_index(self, size, options)
+        self.index_head_dim = index_head_dim
+
+    def _reject_index_access(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Rejected: the algorithm keeps the index keys."""
+        reject("an index key method", "SGLang's index key cache", "the algorithm dsa keeps them")
+
+    get_index_k_with_scale_buffer = _reject_index_access
+    get_index_k_scale_buffer = _reject_index_access
+    set_index_k_scale_buffer = _reject_index_access
+    get_compress_tail_buffers = _reject_index_access
+    kpool_decode_update_index_cache = _reject_index_access
+    set_compress_tail_for_request = _reject_index_access
+
+
+class DraftDSAPool(DSATokenToKVPool):  # type: ignore[misc]
+    """Latents of a draft model with an indexer, on the device; it attends all, without the keys."""
+
+    def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
+        _init_without_index(self, size, options)
+
+    get_kv_size_bytes = MLATokenToKVPool.get_kv_size_bytes
+
+
+def _init_without_index(pool: Any, size: int, options: Mapping[str, Any]) -> None:
+    """Initialize a pool of latents: ``DSATokenToKVPool`` would allocate index keys as well."""
+    shared = ["page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num", "device"]
+    shared += ["enable_memory_saver", "start_layer", "end_layer"]
+    MLATokenToKVPool.__init__(pool, size, **{name: options[name] for name in shared})
 
 
 #: Pool classes by SGLang's name for the kind of pool.

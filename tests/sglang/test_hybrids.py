@@ -19,7 +19,7 @@ from hisparse.sglang import session
 from hisparse.sglang.backend import HiSparseAttnBackend
 from hisparse.sglang.features import hybrids
 from hisparse.sglang.kv_pool import HiSparseMHAPool, HiSparseMLAPool
-from hisparse.sglang.model_shape import read_model_shape
+from hisparse.sglang.models import read_model_shape
 from hisparse.types import KVSpec
 
 #: SGLang warns while it is imported.

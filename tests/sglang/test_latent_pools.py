@@ -11,8 +11,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 
 from hisparse.errors import HiSparseError
 from hisparse.sglang import session
-from hisparse.sglang.features.dsa.pools import HiSparseDSAPool
-from hisparse.sglang.kv_pool import HiSparseMLAPool
+from hisparse.sglang.kv_pool import HiSparseDSAPool, HiSparseMLAPool
 from hisparse.types import KVSpec
 
 RANK, ROPE = 12, 4

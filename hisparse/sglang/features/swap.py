@@ -18,12 +18,11 @@ from torch import Tensor
 
 from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.errors import one_line
-from hisparse.sglang.features.base import Feature
+from hisparse.sglang.features.base import STORAGE, Feature
 from hisparse.sglang.features.storage.calls import Workers
 from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.features.storage.transfers import PageLoader
 from hisparse.sglang.session import ServerSession, current_state
-from hisparse.sglang.start import STORAGE
 
 logger = logging.getLogger("hisparse")
 

@@ -14,11 +14,10 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.fingerprint import model_settings, rope_types
 from hisparse.errors import ConfigError, quoted
 from hisparse.options import StorageOptions, from_options
-from hisparse.sglang.features.base import Feature
+from hisparse.sglang.features.base import STORAGE, Feature, Option, Start
 from hisparse.sglang.features.storage.calls import COUNTERS
 from hisparse.sglang.features.storage.key import AdapterKeys, StorageState
 from hisparse.sglang.session import ServerSession, current_state
-from hisparse.sglang.start import STORAGE, Option, Start
 
 __all__ = ["Storage", "around_request", "check_told_apart", "read_options"]
 
@@ -156,10 +155,10 @@ class Storage(Feature):
     }
     counters = COUNTERS
 
-    def prepare(self, start: Start) -> HiSparseConfig:
+    def prepare(self, start: Start) -> Mapping[str, Any]:
         """Ask SGLang for the linker."""
         request_linker(start.args, start.config)
-        return start.config
+        return {}
 
     def check(self, server_args: Any, config: HiSparseConfig) -> None:
         """Require that the keys of pages name all that K and V depend on."""
