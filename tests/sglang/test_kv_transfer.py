@@ -12,13 +12,15 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hisparse.cache import HostKVPool
 from hisparse.cache.kv_io import read_tokens, write_tokens
+from hisparse.cache.serializer import PageSerializer
 from hisparse.errors import HiSparseError
 from hisparse.sglang import session
 from hisparse.sglang.features.disaggregation.transfer import (
     Buffers,
     Transfers,
-    copy_tokens,
+    copy_pages,
     kv_buffers,
+    restore_pages,
     scale_buffers,
 )
 from hisparse.sglang.kv_pool import HiSparseMHAPool
@@ -128,9 +130,9 @@ def test_copies_of_a_retracted_request_come_back(spec: KVSpec) -> None:
     fill(one, here)
     keys, back = (torch.zeros(2, h.num_pages, 5) for h in (one, other))
     keys.normal_()
-    copies = copy_tokens(one, {"keys": keys.to(torch.float8_e4m3fn)}, here)
+    copies = copy_pages(PageSerializer(one, 4, {"keys": keys.to(torch.float8_e4m3fn)}), here)
     restored = back.to(torch.float8_e4m3fn)
-    copies.restore(other, {"keys": restored}, there)
+    restore_pages(PageSerializer(other, 4, {"keys": restored}), copies, there)
     assert_same(one, here, other, there)
     pages = [slots[::4] // 4 for slots in (here, there)]
     assert torch.equal(
