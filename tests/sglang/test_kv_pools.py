@@ -15,7 +15,7 @@ from sglang.srt.plugins import load_plugins
 from hisparse.errors import HiSparseError
 from hisparse.sglang import plugin, session
 from hisparse.sglang.kv_pool import HiSparseDSAPool, HiSparseMHAPool, HiSparseMLAPool
-from hisparse.types import KVSpec
+from tests.shapes import small_spec
 
 RANK, ROPE = 12, 4
 LATENT: dict[str, Any] = {"kv_lora_rank": RANK, "qk_rope_head_dim": ROPE}
@@ -39,10 +39,8 @@ ALL = [("mha", "layer_first"), ("mha", "page_head"), *LATENTS]
 def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     kind, layout = request.param
     ours, _, options, (heads, head_dim, v_head_dim) = POOLS[kind]
-    spec = KVSpec(
-        num_layers=2, num_q_heads=4, num_kv_heads=heads, head_dim=head_dim,
-        v_head_dim=v_head_dim, dtype=torch.float32, page_size=4, latent=kind != "mha",
-    )  # fmt: skip
+    sizes = {"num_kv_heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
+    spec = small_spec(**sizes, latent=kind != "mha")
     resolved = SimpleNamespace(layout=layout)
     state = SimpleNamespace(spec=spec, resolved=resolved, ranks=None)
     monkeypatch.setattr(session, "_session", state)

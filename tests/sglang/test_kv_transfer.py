@@ -25,28 +25,16 @@ from hisparse.sglang.features.disaggregation.transfer import (
 )
 from hisparse.sglang.kv_pool import HiSparseMHAPool
 from hisparse.types import HostLayout, KVSpec
+from tests.shapes import small_spec
 
-SIZES: dict[str, Any] = {"num_layers": 2, "num_q_heads": 4, "dtype": torch.float32}
-HEADS = KVSpec(**SIZES, num_kv_heads=2, head_dim=8, v_head_dim=8, page_size=4)
+HEADS = small_spec()
 SPECS = {
     "heads": HEADS,
-    "int8": KVSpec(
-        **SIZES, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=4, kv_cache_dtype="int8"
-    ),
-    "fp8": KVSpec(
-        **SIZES, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=4, kv_cache_dtype="fp8_e4m3"
-    ),
-    "latents": KVSpec(
-        **SIZES, num_kv_heads=1, head_dim=16, v_head_dim=12, page_size=4, latent=True
-    ),
-    "fp8 latents": KVSpec(
-        **SIZES,
-        num_kv_heads=1,
-        head_dim=48,
-        v_head_dim=32,
-        page_size=4,
-        latent=True,
-        kv_cache_dtype="fp8_e4m3",
+    "int8": small_spec(head_dim=16, v_head_dim=16, kv_cache_dtype="int8"),
+    "fp8": small_spec(head_dim=16, v_head_dim=16, kv_cache_dtype="fp8_e4m3"),
+    "latents": small_spec(num_kv_heads=1, head_dim=16, v_head_dim=12, latent=True),
+    "fp8 latents": small_spec(
+        num_kv_heads=1, head_dim=48, v_head_dim=32, latent=True, kv_cache_dtype="fp8_e4m3"
     ),
 }
 PAGE, NUM_PAGES = 16, 12

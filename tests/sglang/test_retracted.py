@@ -17,7 +17,7 @@ from test_serializer import PAGE_TOKENS, bits_at, fill, slots_of
 from test_storage_weights import Server
 
 from hisparse.sglang.features.storage.pages import FilePages
-from hisparse.sglang.features.swap import around_release_req
+from hisparse.sglang.features.storage.swap import around_release_req
 from hisparse.sglang.session import require_session
 from hisparse.storage import FileStore
 

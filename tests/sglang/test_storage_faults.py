@@ -17,7 +17,7 @@ from test_serializer import bits_at, fill, make_pool, slots_of
 from hisparse.cache.serializer import PageSerializer
 from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.sglang.features.storage import calls
-from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth
+from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth, Workers
 from hisparse.sglang.features.storage.pages import (
     CHECKSUM_BYTES,
     BackendPages,
@@ -338,3 +338,25 @@ def test_a_lookup_that_finds_few_pages_reads_few_names(tmp_path: Path) -> None:
     world.writer.close()
     world.loader.close()
     world.storage.close()
+
+
+@pytest.mark.parametrize(
+    ("task", "counted"),
+    [("raise", "storage_errors"), ("hang", "storage_late_calls")],
+)
+def test_a_time_limit_of_the_backends_own_is_an_error_of_its(
+    task: str, counted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line in the log must not blame timeout_s for it."""
+    counters, workers = StorageCounters(), Workers(1, "test")
+
+    def run() -> Any:
+        if task == "raise":
+            raise TimeoutError("no answer of 10.0.0.1")
+        time.sleep(2)
+
+    assert StorageHealth(counters, 20.0 if task == "raise" else 0.1).call(workers, run) is None
+    totals = {name: total for name, total in counters.totals().items() if total}
+    assert totals == {counted: 1}
+    assert ("10.0.0.1" in caplog.text) == (task == "raise")
+    workers.close()

@@ -106,7 +106,7 @@ class Server:
             counters=self.counters,
         )
         session.add(self.state)
-        monkeypatch.setenv(features.IN_USE, "server storage swap")
+        monkeypatch.setenv(features.IN_USE, "server storage")
         monkeypatch.setattr("hisparse.sglang.session._session", None)
         start_session(session)
         kvcache = SimpleNamespace(host=self.pool)
@@ -138,7 +138,7 @@ def one_rank() -> Iterator[None]:
 
     load_plugins()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(features.IN_USE, "server storage swap")
+        patch.setenv(features.IN_USE, "server storage")
         plugin.install_hooks()
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

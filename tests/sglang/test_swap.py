@@ -14,7 +14,7 @@ from test_storage_faults import KEYS, OTHERS, PAGES, READY, TIMEOUT_S, World
 
 from hisparse.sglang.features.storage import calls
 from hisparse.sglang.features.storage.pages import BackendPages, Keys
-from hisparse.sglang.features.swap import RequestSwap
+from hisparse.sglang.features.storage.swap import RequestSwap
 from hisparse.storage import Namespace
 
 pytestmark = pytest.mark.filterwarnings("ignore")

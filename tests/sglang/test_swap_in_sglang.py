@@ -26,7 +26,7 @@ from sglang.srt.server_args import ServerArgs
 from test_serializer import NUM_PAGES, PAGE_TOKENS, bits_at, fill
 from test_storage_weights import Server
 
-from hisparse.sglang.features.swap import around_release_req
+from hisparse.sglang.features.storage.swap import around_release_req
 from hisparse.sglang.session import require_session
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -194,9 +194,6 @@ class Feature:
     def prepare_draft(self, model: Any) -> None:
         """Change SGLang's draft model before it runs."""
 
-    def store_connected(self, session: ServerSession, linker: Any, options: Any) -> None:
-        """Called when the store below host memory is there; ``linker`` reads and writes it."""
-
     def batch(self, session: ServerSession, forward_batch: Any) -> Any:
         """The engine's batch of a forward in a mode of the feature's; None: another mode."""
         return None

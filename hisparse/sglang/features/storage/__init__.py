@@ -17,6 +17,7 @@ from hisparse.options import StorageOptions, from_options
 from hisparse.sglang.features.base import STORAGE, Feature, Option, Start
 from hisparse.sglang.features.storage.calls import COUNTERS
 from hisparse.sglang.features.storage.key import AdapterKeys, StorageState
+from hisparse.sglang.features.storage.swap import around_release_req
 from hisparse.sglang.session import ServerSession, current_state
 
 __all__ = ["Storage", "around_request", "check_told_apart", "read_options"]
@@ -150,6 +151,7 @@ class Storage(Feature):
     excludes = {EPLB: (STORAGE,), OFFLOADED: (STORAGE,)}
     hooks = {
         "sglang.srt.managers.schedule_batch.Req.__init__": around_request,
+        "sglang.srt.managers.schedule_batch.release_req": around_release_req,
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         "._select_runners": _around_select_runners,
     }

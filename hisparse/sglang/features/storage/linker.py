@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
 from hisparse.options import StorageOptions
-from hisparse.sglang import features
 from hisparse.sglang.features.storage import read_options
 from hisparse.sglang.features.storage.calls import StorageHealth, Workers
 from hisparse.sglang.features.storage.key import StorageState, make_namespace, model_fingerprint
@@ -31,6 +30,7 @@ from hisparse.sglang.features.storage.representations import (
     representation_namespace,
     representation_records,
 )
+from hisparse.sglang.features.storage.swap import connect_swap
 from hisparse.sglang.features.storage.transfers import PageLoader, PageWriter
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import errors_logged, require_session
@@ -76,7 +76,6 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         state = session.get(StorageState)
         assert state is not None, "the session of a server with a linker has it"
         self._state = state
-        self.own_pages: Any = None
         self.layer_done_counter = LayerWiseLoadCounter(session.spec.num_layers)
         self.ranks = LinkerRanks.of(params, shared=pool.host.format.replicated)
         coordinator = session.coordinator
@@ -116,8 +115,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if (stored := self._representations) is not None:
             self._loaders.append(PageLoader(stored, 1, "their representations are built"))
             self._writers.append(PageWriter(stored, self.exact, max_waiting))
-        for feature in features.enabled():
-            feature.store_connected(session, self, options)
+        self.own_pages = connect_swap(session, self, options)
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
@@ -191,7 +189,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.exact.set_exact(pages[:end])
         if self.own_pages is None or first == len(names):
             return True
-        return bool(self.own_pages.load(rid, names[first:], pages[end:], ready))
+        return self.own_pages.load(rid, names[first:], pages[end:], ready)
 
     def _add_loaded(self, names: list[str], pages: Tensor, ready: Sequence[Any]) -> None:
         """Load the representations of the pages ``names``; the others are built."""

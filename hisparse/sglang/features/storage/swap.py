@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.errors import one_line
-from hisparse.sglang.features.base import STORAGE, Feature
+from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.calls import Workers
 from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.features.storage.transfers import PageLoader
@@ -278,31 +278,28 @@ def around_release_req(
     return original(req=req, offload_kv=offload_kv, **others)
 
 
-class Swap(Feature):
-    """The store keeps pages of single requests, which only these requests load."""
+def connect_swap(
+    session: ServerSession, linker: Any, options: StorageOptions
+) -> RequestSwap | None:
+    """Let the store keep pages of single requests, which only these requests load.
 
-    name = "swap"
-    serves = (STORAGE,)
-    hooks = {"sglang.srt.managers.schedule_batch.release_req": around_release_req}
+    They are in a namespace of their own; the names in it are those of one server.
 
-    def store_connected(self, session: ServerSession, linker: Any, options: Any) -> None:
-        """Keep pages in a namespace of their own; the names in it are those of one server."""
-        if options.swap_min_tokens is None:
-            return
-        records = linker.records
-        if not records.storage.can_remove:
-            logger.info(
-                "hisparse: storage: backend %s does not remove pages; retracted requests are "
-                "computed",
-                options.backend,
-            )
-            return
-        own = replace(records.namespace, model="retracted requests")
-        swap = RequestSwap(records.within(own), linker.exact, options.threads)
-        linker.own_pages = swap
-        session.add(
-            _SwapOut(session=session, linker=linker, swap=swap, min_tokens=options.swap_min_tokens)
+    Returns:
+        What finds and loads them; None: retracted requests are computed.
+    """
+    if options.swap_min_tokens is None:
+        return None
+    records = linker.records
+    if not records.storage.can_remove:
+        logger.info(
+            "hisparse: storage: backend %s does not remove pages; retracted requests are computed",
+            options.backend,
         )
-
-
-FEATURE = Swap()
+        return None
+    own = replace(records.namespace, model="retracted requests")
+    swap = RequestSwap(records.within(own), linker.exact, options.threads)
+    session.add(
+        _SwapOut(session=session, linker=linker, swap=swap, min_tokens=options.swap_min_tokens)
+    )
+    return swap
