@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hisparse.engine.graphs import StaticBatch
+from hisparse.engine.batches import StaticBatch
 from hisparse.kernels.build import cpu as _build
 from hisparse.testing.operations import Violation, no_sync
 from hisparse.testing.simulator import Request, Simulator
