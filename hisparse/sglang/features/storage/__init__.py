@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import model_settings, rope_types
 from hisparse.errors import ConfigError, quoted
 from hisparse.options import StorageOptions, from_options
 from hisparse.sglang.features.base import STORAGE, Feature, Option, Start
@@ -19,6 +18,7 @@ from hisparse.sglang.features.storage.calls import COUNTERS
 from hisparse.sglang.features.storage.key import AdapterKeys, StorageState
 from hisparse.sglang.features.storage.swap import around_release_req
 from hisparse.sglang.session import ServerSession, current_state
+from hisparse.storage.fingerprint import model_settings, rope_types
 
 __all__ = ["Storage", "around_request", "check_told_apart", "read_options"]
 

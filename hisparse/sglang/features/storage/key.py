@@ -16,11 +16,11 @@ import xxhash
 from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
-from hisparse.engine.fingerprint import fingerprint, page_namespace, tensor_digests
 from hisparse.sglang.features.storage.calls import StorageCounters
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import ServerSession
 from hisparse.storage import Namespace
+from hisparse.storage.fingerprint import fingerprint, page_namespace, tensor_digests
 
 logger = logging.getLogger("hisparse")
 

@@ -16,11 +16,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hisparse.engine.fingerprint import is_built_in
 from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.calls import StorageCounters
 from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.storage import Namespace
+from hisparse.storage.fingerprint import is_built_in
 
 logger = logging.getLogger("hisparse")
 
