@@ -29,7 +29,6 @@ from hisparse.types import IndexerInputs, KVSpec, PagedKV, Selection, SelectionS
 
 #: Tokens whose representations are built at once: K and V of a whole context may not fit twice.
 _CHUNK = 4096
-_UNLIMITED_BYTES = 2**50
 #: Heads of DeepSeek-V3.2's indexer.
 _INDEX_HEADS = 64
 #: Bytes of random numbers that are drawn at once.
@@ -129,13 +128,8 @@ class RandomRequests:
         check_capabilities(config, self.device.type)
         has_indexer = self.kv.index_head_dim > 0
         check_indexer("the random model of a benchmark", config, has_indexer=has_indexer)
-        made, scale = build_algorithm(config), self.kv.head_dim**-0.5
-        self.policy = make_policy(config, made, self.kv, scale, choose_scope(config))
-        algorithm = made.resolved(
-            self.policy,
-            context_length=self.context + self.max_new_tokens,
-            host_bytes=_UNLIMITED_BYTES,
-        )
+        algorithm, scale = build_algorithm(config), self.kv.head_dim**-0.5
+        self.policy = make_policy(config, algorithm, self.kv, scale, choose_scope(config))
         self.retrieve_topk = algorithm.retrieve_topk
         self._ranks_tail = algorithm.ranks_tail
 

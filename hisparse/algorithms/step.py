@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.algorithms.request_indexes import RequestIndexes
 from hisparse.kernels import SelectRule, TailPages, paged_attention
 from hisparse.types import (
     AttentionRule,
@@ -118,7 +117,6 @@ class PrefillStep:
         is_last: whether the prompt ends here, as far as the framework knows.
         indexer: indexer inputs of the chunk's tokens, for algorithms that declare ``indexer``.
         read_context: see :meth:`context_keys`.
-        indexes: the algorithm's host-memory indexes of each request.
     """
 
     policy: SelectionPolicy
@@ -131,7 +129,6 @@ class PrefillStep:
     is_last: bool
     indexer: IndexerInputs | None
     read_context: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
-    indexes: RequestIndexes | None = None
 
     @property
     def end(self) -> int:
@@ -186,7 +183,7 @@ class StepCache:
 class DecodeStep:
     """Requests of a decode step: what selection, residency and attention know of them.
 
-    All layers share it. The first attributes, up to ``indexes``, are for algorithms.
+    All layers share it. The first attributes, up to ``indexer``, are for algorithms.
 
     Attributes:
         policy: the rules of every selection.
@@ -200,7 +197,6 @@ class DecodeStep:
         kv_io: reads keys and values.
         indexer: indexer inputs of the new tokens in one layer, for algorithms that declare
             ``indexer``.
-        indexes: the algorithm's host-memory indexes of each request.
         seq_lens_cpu: ``[B]``, tokens of each request, known on the host; in a captured step, the
             most that it may have.
         host_slots: ``[B] int64``, host slot of each new token.
@@ -228,7 +224,6 @@ class DecodeStep:
     host_page_table: Tensor
     kv_io: KVReader
     indexer: IndexerInputs | None = None
-    indexes: RequestIndexes | None = None
     seq_lens_cpu: np.ndarray
     host_slots: Tensor
     rows: Tensor
@@ -371,7 +366,6 @@ class DecodeStep:
             max_pages=int(seq_lens_cpu.max() - 1) // self.policy.kv.page_size,
             host_page_table=self.host_page_table[index],
             kv_io=self.kv_io,
-            indexes=self.indexes,
             seq_lens_cpu=seq_lens_cpu,
             host_slots=self.host_slots[index],
             rows=self.rows[rows],

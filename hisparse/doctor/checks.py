@@ -48,7 +48,6 @@ _OPTIONAL = (
     ("transformers", "eval, plan, HiSparseCache"),
     ("apache-tvm-ffi", "compiled kernels"),
     ("triton", "Triton kernels"),
-    ("faiss-cpu", "dipr's fine index"),
     ("flashinfer-python", "adapter flashinfer"),
     ("flash-attn", "adapter flash_attention without SGLang's own"),
     ("lm_eval", "tasks of lm-evaluation-harness"),

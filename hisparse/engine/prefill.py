@@ -187,7 +187,6 @@ class Prefill:
             is_last=chunk.is_last,
             indexer=indexer,
             read_context=lambda layer: self._read_context(layer, chunk),
-            indexes=self._components.representations.indexes,
         )
         construct = self._components.algorithm.construct_representations
         call(construct, layer_id, keys, q, layer_id, step)
