@@ -15,7 +15,7 @@ from rich.text import Text
 
 from hisparse.cli.arguments import names, numbers, ratios
 from hisparse.cli.output import make_table, print_paragraph
-from hisparse.config import KV_FORMATS
+from hisparse.config import find_format
 from hisparse.errors import ConfigError
 from hisparse.plan import rows
 from hisparse.plan.estimate import GPUS
@@ -74,7 +74,7 @@ def add_parser(commands: Any) -> None:
 
 def _kv_dtype(name: str) -> str:
     try:
-        KV_FORMATS.get(name)
+        find_format(name)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return name

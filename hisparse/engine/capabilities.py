@@ -9,7 +9,7 @@ from dataclasses import replace
 from hisparse.adapters import ADAPTERS, choose_adapter
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.cache.formats import KVFormat, format_of
-from hisparse.config import KV_FORMATS, HiSparseConfig, Resolved
+from hisparse.config import HiSparseConfig, Resolved, find_format
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec, SelectionScope
 
@@ -38,7 +38,7 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
         (f"page_size {config.page_size}", takes_page_size),
         (f"device {device_type}", takes_device),
     ]
-    stored = KV_FORMATS.get(config.kv_cache_dtype)
+    stored = find_format(config.kv_cache_dtype)
     if stored.encoded:
         requirements.append(
             (f"kv_cache_dtype {config.kv_cache_dtype}", lambda c: not c.reads_host_keys)

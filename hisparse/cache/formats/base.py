@@ -13,16 +13,8 @@ from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter
 from hisparse.cache.allocate import zeros
-from hisparse.config import KV_FORMATS
-from hisparse.registry import Registry
+from hisparse.config import KV_FORMATS, LATENT_FORMATS
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
-
-#: Formats of latents (MLA) by ``kv_cache_dtype``. Those of all other models: ``KV_FORMATS``.
-LATENT_FORMATS: Registry[KVFormat] = Registry(
-    "kv_cache_dtype of latents (MLA)",
-    package="hisparse.cache.formats",
-    entry_point_group="hisparse.latent_formats",
-)
 
 
 class StoredPart(NamedTuple):
@@ -202,7 +194,7 @@ class KVFormat(ABC):
 
 def sglang_choices() -> dict[str, torch.dtype]:
     """Names of formats that SGLang's ``--kv-cache-dtype`` has, with the dtype of its own pool."""
-    dtypes = {name: KV_FORMATS.get(name).sglang_dtype for name in KV_FORMATS}
+    dtypes = {x: each.get(x).sglang_dtype for each in (LATENT_FORMATS, KV_FORMATS) for x in each}
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
@@ -213,5 +205,6 @@ def format_of(kv: KVSpec) -> KVFormat:
     Raises:
         ConfigError: the model's attention has no such format; the message names those that it has.
     """
-    formats: Registry[KVFormat] = LATENT_FORMATS if kv.latent else KV_FORMATS
-    return formats.get(kv.kv_cache_dtype)(kv)
+    formats = LATENT_FORMATS if kv.latent else KV_FORMATS
+    made: KVFormat = formats.get(kv.kv_cache_dtype)(kv)
+    return made
