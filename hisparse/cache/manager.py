@@ -8,14 +8,13 @@ import numpy as np
 from torch import Tensor
 
 from hisparse.algorithms import DecodeStep
-from hisparse.cache.capacity import RowCapacities
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import KVReadWrite
-from hisparse.cache.residency import Residency
+from hisparse.cache.residency import Residency, RowCapacities
 from hisparse.cache.staging import Staging
-from hisparse.cache.streams import InlineStreams, SideStreams
+from hisparse.cache.streams import SideStreams
 from hisparse.cache.swap_in import PageTable, SwapIn, Wanted
 from hisparse.kernels import TailPools, promote_tail
 from hisparse.types import Selection
@@ -61,7 +60,7 @@ class SparseKVCacheManager:
         self.staging_pages = staging_pages
         self.checked = checked
         self.overlaps = streams is not None
-        self.streams = InlineStreams() if streams is None else streams
+        self.streams = SideStreams() if streams is None else streams
         self.residency = Residency(device, capacities, checked=checked)
         self.kv_io = KVReadWrite(host, device, checked=checked)
         self._staging = Staging(

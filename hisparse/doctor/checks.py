@@ -15,8 +15,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from pathlib import Path
 from typing import Literal
 
-from hisparse.cache.allocate import zeros
-from hisparse.cache.page_lock import memlock_limit
+from hisparse.cache.allocate import memlock_limit, zeros
 from hisparse.config import HiSparseConfig
 from hisparse.errors import CapacityError, one_line
 from hisparse.memory.host import free_host_memory

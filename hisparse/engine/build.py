@@ -337,6 +337,7 @@ def _make_manager(
         min_pages=sizes.min_row_pages,
         max_pages=sizes.max_row_pages,
         max_requests=sizes.max_requests,
+        num_slots=sizes.num_slots,
     )
     return SparseKVCacheManager(
         host,

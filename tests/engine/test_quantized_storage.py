@@ -13,7 +13,7 @@ from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
 from hisparse.cache import HostKVPool
 from hisparse.cache.formats import format_of
-from hisparse.cache.formats.scaled import ScaledFormat
+from hisparse.cache.formats.base import ScaledFormat
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
