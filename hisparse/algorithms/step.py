@@ -116,7 +116,9 @@ class PrefillStep:
         context_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
         is_last: whether the prompt ends here, as far as the framework knows.
         indexer: indexer inputs of the chunk's tokens, for algorithms that declare ``indexer``.
-        read_context: see :meth:`context_keys`.
+        context_keys: streams all keys of a layer up to ``end`` from host memory. It yields the
+            position of the first key, a multiple of S, and keys ``[t, Hkv, D]``, valid until the
+            next iteration.
     """
 
     policy: SelectionPolicy
@@ -128,22 +130,12 @@ class PrefillStep:
     context_pages: Tensor
     is_last: bool
     indexer: IndexerInputs | None
-    read_context: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
+    context_keys: Callable[[int], Iterator[tuple[int, Tensor]]]
 
     @property
     def end(self) -> int:
         """Position after the chunk's last token."""
         return self.start + self.length
-
-    def context_keys(self, layer_id: int) -> Iterator[tuple[int, Tensor]]:
-        """Stream all keys up to ``end`` from host memory.
-
-        Yields:
-            the position of the first key, a multiple of S, and keys ``[t, Hkv, D]``, valid until
-            the next iteration.
-        """
-        for position, keys, _ in self.read_context(layer_id):
-            yield position, keys
 
 
 class KVReader(Protocol):

@@ -112,7 +112,7 @@ class RowCapacities:
         return new
 
     def _targets(self) -> np.ndarray:
-        """The target of each live request: the smallest ones are raised until the pages are used."""
+        """Targets of the live requests: the smallest are raised until all pages are used."""
         needs, held = self._needs[self.live], self.held[self.live]
         wanted, required = _with_headroom(needs), needs.clip(self._min, self._max)
         if required.sum() <= self._pages:
