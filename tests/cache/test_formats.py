@@ -36,7 +36,9 @@ class Halves(LatentFormat):
 def test_latents_may_have_a_format_that_other_attention_has_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(LATENT_FORMATS, "_entries", dict(LATENT_FORMATS._entries))
+    # All of them are loaded first: what is loaded meanwhile would be forgotten.
+    registered = {name: LATENT_FORMATS.get(name) for name in LATENT_FORMATS}
+    monkeypatch.setattr(LATENT_FORMATS, "_entries", registered)
     LATENT_FORMATS.register("halves")(Halves)
     check_capabilities(HiSparseConfig(kv_cache_dtype="halves"), "cpu")
     shape = {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16}
