@@ -182,7 +182,7 @@ class Forgetful(DelayedStreams):
 
     def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
         started = super().start(lane, work)
-        return Never() if self._function in work.__qualname__ else started
+        return Never(None) if self._function in work.__qualname__ else started
 
 
 def differs(sim: Simulator, **settings: Any) -> bool:
