@@ -24,7 +24,6 @@
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
 # make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
-# make otel-tools   .venv/otel/, 30 MB, which PART=sweeps makes itself
 # make mooncake-tools   .venv/mooncake/, 150 MB, which PART=sweeps and make soak make on Debian
 # make older-triton   .venv/triton/, 600 MB, which PART=compile makes itself
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
@@ -42,7 +41,7 @@
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-sweeps test-isa test-sanitizers test-quality \
 	test-hostile test-models test-modes test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
-	older-triton site site-tools otel-tools mooncake-tools gpu-check gpu-wheels pins audit \
+	older-triton site site-tools mooncake-tools gpu-check gpu-wheels pins audit \
 	licences wheel docs clean
 
 export PYTHONUNBUFFERED := 1
@@ -60,7 +59,7 @@ test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
 	@$(MAKE) --no-print-directory test-$(PART)
 
-test-sweeps: setup otel-tools
+test-sweeps: setup
 	-@$(MAKE) --no-print-directory mooncake-tools
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
@@ -148,12 +147,6 @@ site-tools: setup
 			--only-binary :all: --require-hashes -r requirements/site.txt && \
 		cp requirements/site.txt .venv/site/pins.txt; }
 
-otel-tools: setup
-	@cmp -s requirements/otel.txt .venv/otel/pins.txt || { \
-		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/otel \
-			--only-binary :all: --require-hashes -r requirements/otel.txt && \
-		cp requirements/otel.txt .venv/otel/pins.txt; }
-
 # Mooncake, and the libraries of Debian that it loads: unpacked, not installed, so that nobody has to
 # be root.
 mooncake-tools: setup
@@ -186,7 +179,7 @@ gpu-check:
 gpu-wheels:
 	@scripts/gpu_wheels.sh
 
-pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt site.txt otel.txt \
+pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt site.txt \
 	mooncake.txt)
 
 # Apart from .venv, whose packages are pinned.

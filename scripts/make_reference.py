@@ -21,7 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hisparse.algorithms import ALGORITHMS
 from hisparse.config import EXTENSIONS, HiSparseConfig
-from hisparse.options import StorageOptions
+from hisparse.options import StorageOptions, meanings
 from hisparse.registry import Registry
 from hisparse.units import MemorySize
 
@@ -173,16 +173,11 @@ def _built_in(registry: Registry[Any]) -> Iterator[tuple[str, type[Any]]]:
 
 
 def _options_table(title: str, cls: type[Any], options: Sequence[Field[Any]]) -> str:
-    hints, meanings = get_type_hints(cls), _meanings(cls)
-    rows = [(f"`{f.name}`", _type(hints[f.name]), _default(f), meanings[f.name]) for f in options]
+    hints, texts = get_type_hints(cls), meanings(cls)
+    rows = [
+        (f"`{f.name}`", _type(hints[f.name]), _default(f), _prose(texts[f.name])) for f in options
+    ]
     return _table((title, "type", "default", "meaning"), rows)
-
-
-def _meanings(cls: type[Any]) -> dict[str, str]:
-    """The text of each attribute in a class's docstring, on one line."""
-    text = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return {name: _prose(meaning) for name, meaning in found}
 
 
 def _type(hint: Any) -> str:

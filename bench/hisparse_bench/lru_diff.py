@@ -21,9 +21,9 @@ class LruDiffBench:
     """Decode steps in which each selection shares ``overlap`` with the one before.
 
     Attributes:
-        rows: R.
+        rows: R, rows of the batch.
         width: K, pages of a selection.
-        slots: C, slots of a row.
+        slots: C, device slots of a row.
         overlap: fraction of a selection that the next one keeps; the others are misses.
     """
 

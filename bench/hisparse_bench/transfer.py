@@ -29,7 +29,7 @@ class TransferBench:
 
     pool_bytes: int = 4 << 30
     page_bytes: int = 4096
-    pages: int = 256
+    pages: int = 2048
 
     def run(self, options: Options) -> Case:
         """Time all; the gate compares every gathered page. ``memcpy`` copies contiguous bytes."""

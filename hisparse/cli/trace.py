@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.cli import trace_record
-from hisparse.cli.arguments import names, numbers
-from hisparse.cli.output import make_table, print_paragraph
+from hisparse.cli.terminal import make_table, names, numbers, print_paragraph
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval.report import check_matplotlib

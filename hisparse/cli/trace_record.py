@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cli.arguments import names, number
+from hisparse.cli.terminal import names, number
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.options import parse_object, read_text

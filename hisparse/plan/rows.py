@@ -90,7 +90,7 @@ def assumptions(machine: Machine) -> tuple[str, ...]:
     return (*_ASSUMPTIONS, _PIPELINE) if machine.stages else _ASSUMPTIONS
 
 
-def about(asked: Asked, machine: Machine) -> dict[str, Any]:
+def about(machine: Machine) -> dict[str, Any]:
     """What all rows are for."""
     return {
         "tp": machine.tp,

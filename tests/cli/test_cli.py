@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hisparse.cli import main
-from hisparse.cli.output import without_sglang_warnings
+from hisparse.cli.terminal import without_sglang_warnings
 from hisparse.errors import ConfigError
 from tests.command import Command
 
