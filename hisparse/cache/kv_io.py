@@ -85,7 +85,14 @@ class KVReadWrite:
     def append(
         self, layer_id: int, tail_slots: Tensor, host_slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        """Write new tokens to tail pages and host slots: ``SparseKVCacheManager.append``."""
+        """Write each request's new token to its tail pages and to its host slot.
+
+        Args:
+            layer_id: layer number.
+            tail_slots: ``[R] int64``, device page of the row's tail times S, plus the offset in it.
+            host_slots: ``[B] int64``.
+            k, v: ``[B, Hkv, D]``.
+        """
         self._verify(host_slots)
         new = self._host.format.encode(k, v)
         append_tokens(

@@ -42,7 +42,7 @@ class PageTable(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What to make resident in a layer: the arguments of ``SparseKVCacheManager.swap_in``."""
+    """What to make resident in a layer: the arguments of :meth:`SwapIn.swap_in`."""
 
     step: DecodeStep
     selection: Selection | None
@@ -102,9 +102,28 @@ class SwapIn:
         self._prefetches: dict[int, list[Pending[DiffTables]]] = {}
         self._log: list[Wanted] | None = None
 
-    def swap_in(self, layer_id: int, wanted: Wanted, followers: Sequence[int] = ()) -> PageTable:
-        """Make the selected pages resident: ``SparseKVCacheManager.swap_in``."""
-        step, selection = wanted.step, wanted.selection
+    def swap_in(
+        self,
+        layer_id: int,
+        step: DecodeStep,
+        selection: Selection | None,
+        *,
+        width: int | None = None,
+        tail_below: int | None = None,
+        followers: Sequence[int] = (),
+    ) -> PageTable:
+        """Make the selected pages resident, and return their device pages.
+
+        Args:
+            layer_id: layer number.
+            step: the requests that attend; its dense requests attend every page.
+            selection: the selected pages; None: every page of every request.
+            width: the most pages of a request; None: those of the selection.
+            tail_below: the tail page is attended beside fewer pages than this; None: always.
+            followers: later layers that share the selection. With overlap, their transfers start
+                here, after those of this layer.
+        """
+        wanted = Wanted(step, selection, width, tail_below)
         if self._checked and selection is not None:
             check_selection(layer_id, selection, step)
         self._join_prefetches(layer_id)
