@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.engine.metrics import CacheStats
+from hisparse.cache.counters import CacheStats
 from hisparse_bench.report import Case, Result
 from hisparse_bench.timing import Candidate, time_in_turns
 

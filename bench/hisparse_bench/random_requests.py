@@ -14,6 +14,7 @@ from hisparse.adapters import TorchAdapter
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.cache.allocate import zeros
+from hisparse.cache.counters import CacheStats
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.build import PoolSizes, build, make_policy
@@ -23,7 +24,6 @@ from hisparse.engine.capabilities import (
     choose_scope,
     resolve_settings,
 )
-from hisparse.engine.metrics import CacheStats
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 

@@ -11,7 +11,6 @@ from hisparse import kernels
 from hisparse.algorithms import DecodeStep
 from hisparse.cache.device_pool import DevicePool, RowSnapshot
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.errors import HiSparseError
 from hisparse.kernels import (
     TailPages,
     gather_pages,
@@ -136,13 +135,7 @@ class KVReadWrite:
         Raises:
             HiSparseError: they are stored otherwise than in the model's dtype.
         """
-        if self._host.format.encoded:
-            raise HiSparseError(
-                f"an algorithm reads keys in host memory: got {self._host.kv.kv_cache_dtype} keys, "
-                "expected kv_cache_dtype 'auto'; the algorithm has to declare reads_host_keys = "
-                "True"
-            )
-        return self._host.layer(layer_id)
+        return self._host.format.in_place(self._host.stored(layer_id))
 
     def read_tokens(self, layer_id: int, host_slots: Tensor) -> PagedKV:
         """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""

@@ -106,12 +106,8 @@ class SparseKVCacheManager:
             K, or K and V, of the full tail pages, each ``[B, Hkv, S, D]``; the entries of other
             requests mean nothing.
         """
-        form, tails = self.host.format, None
-        pools = form.split(self.device.stored(layer_id))
-        if form.encoded:
-            # Kernels copy tail pages as they are; these have to be decoded.
-            pools, tails = (), self.kv_io.read_tails(layer_id, step)
-        k, v = (*pools, None, None)[:2]
+        form = self.host.format
+        k, v = (*form.copied_parts(self.device.stored(layer_id)), None, None)[:2]
         copies = promote_tail(
             step.rows,
             step.num_pages,
@@ -121,6 +117,8 @@ class SparseKVCacheManager:
             self.device.tail_pages[layer_id],
             pools=TailPools(k, v if with_values else None, self.host.kv.num_kv_heads),
         )
-        if tails is not None:
+        if k is None:
+            # Kernels copy pages as they are; these have to be decoded. They lie where they lay.
+            tails = self.kv_io.read_tails(layer_id, step)
             return tails if with_values else tails[:1]
         return form.join(copies).kv if with_values else copies

@@ -25,10 +25,9 @@ from hisparse.engine.capabilities import (
     resolve_settings,
     row_tokens,
 )
-from hisparse.engine.components import Components, GatherQueries
 from hisparse.engine.contract import call
 from hisparse.engine.coordinator import SparseCoordinator
-from hisparse.engine.extensions.base import Extension, ExtensionContext
+from hisparse.engine.extensions.base import Components, Extension, GatherQueries
 from hisparse.engine.modes import AttentionModes
 from hisparse.engine.representations import Representations
 from hisparse.memory import sizing as sizing_formula
@@ -283,34 +282,24 @@ def build(
         device=device,
     )
     call(algorithm.initialize, None, representations.tensors, policy)
-    modes = _make_modes(resolved, policy, algorithm)
-    state = representations.tensors
-    context = ExtensionContext(
-        config=config, policy=policy, manager=manager, adapter=adapter, state=state, modes=modes
-    )
     components = Components(
+        config=config,
         policy=policy,
         algorithm=algorithm,
         manager=manager,
         adapter=adapter,
         representations=representations,
-        modes=modes,
-        extensions=[cls(config.extensions[name], context) for name, cls in types.items()],
+        modes=AttentionModes(
+            policy,
+            algorithm,
+            min_sparse_context=config.min_sparse_context,
+            dense_layers=resolved.dense_layers,
+            reuse_layers=config.reuse_layers,
+        ),
         gather_queries=gather_queries,
     )
-    return SparseCoordinator(components)
-
-
-def _make_modes(
-    resolved: Resolved, policy: SelectionPolicy, algorithm: BaseSparseAlgorithm
-) -> AttentionModes:
-    return AttentionModes(
-        policy,
-        algorithm,
-        min_sparse_context=resolved.config.min_sparse_context,
-        dense_layers=resolved.dense_layers,
-        reuse_layers=resolved.config.reuse_layers,
-    )
+    extensions = [cls(config.extensions[name], components) for name, cls in types.items()]
+    return SparseCoordinator(components, extensions)
 
 
 def _make_manager(

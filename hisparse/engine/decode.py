@@ -6,7 +6,7 @@ These are its six operations, in order. The algorithm scores and selects (``retr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import DecodeStep
 from hisparse.algorithms.step import AttentionMode
 from hisparse.cache import PageTable, Tile
-from hisparse.engine.components import Components
 from hisparse.engine.contract import blame, call, require_selection, retrieve
-from hisparse.engine.extensions.base import overriding
+from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.kernels import serial_operators
 from hisparse.types import IndexerInputs, Selection
 
@@ -30,12 +29,13 @@ class DecodeLayer:
 
     Args:
         components: of the engine.
+        extensions: in the order of their hooks.
 
     Attributes:
         observer: called after every selection; None: no callback.
     """
 
-    def __init__(self, components: Components) -> None:
+    def __init__(self, components: Components, extensions: Sequence[Extension]) -> None:
         self._policy = components.policy
         self._algorithm = components.algorithm
         self._manager = components.manager
@@ -46,12 +46,11 @@ class DecodeLayer:
         self._dense_width = min(self._modes.dense_width, self._manager.device.max_row_pages)
         # The algorithm ranks the tail page: a selection that fills the budget excludes it.
         self._tail_below = self._policy.max_pages if self._algorithm.ranks_tail else None
-        hooks = components.extensions
-        self._before_layer = overriding("before_layer", hooks)
-        self._refining = overriding("refine_selection", hooks)
-        self._after_selection = overriding("after_selection", hooks)
-        self._after_attention = overriding("after_attention", hooks)
-        self._storing = overriding("store_pages", hooks)
+        self._before_layer = overriding("before_layer", extensions)
+        self._refining = overriding("refine_selection", extensions)
+        self._after_selection = overriding("after_selection", extensions)
+        self._after_attention = overriding("after_attention", extensions)
+        self._storing = overriding("store_pages", extensions)
         self._serial = serial_operators(self._manager.device.device)
         self.observer: SelectionObserver | None = None
 

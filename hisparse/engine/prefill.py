@@ -14,9 +14,8 @@ from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import PrefillStep
 from hisparse.cache import Tile
 from hisparse.cache.streams import Lane, Pending
-from hisparse.engine.components import Components
 from hisparse.engine.contract import call, check_positions
-from hisparse.engine.extensions.base import overriding
+from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.types import AttentionRule, IndexerInputs, PagedKV, StoredKV
 
 
@@ -56,13 +55,14 @@ class Prefill:
 
     Args:
         components: of the engine.
+        extensions: in the order of their hooks.
     """
 
-    def __init__(self, components: Components) -> None:
+    def __init__(self, components: Components, extensions: Sequence[Extension]) -> None:
         self._components = components
         self._policy = components.policy
         self._manager = components.manager
-        self._storing = overriding("store_pages", components.extensions)
+        self._storing = overriding("store_pages", extensions)
         self._moving: list[Pending[None]] = []
         # Keys and values of a prefix and its chunk, one after the other; all layers share them.
         self._joined: dict[str, Tensor] = {}

@@ -91,7 +91,7 @@ class _HostPool:
         return self._token_view(layer_id)[1]
 
     def _token_view(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.host.format.encoded:
+        if self.host.format is not self.host.format.plain:
             raise HiSparseError(
                 f"KV pool: got a read by location of K and V in {self.host.kv.kv_cache_dtype}, "
                 "expected K and V in the model's dtype; use --kv-cache-dtype auto"

@@ -6,8 +6,8 @@ import logging
 import time
 from typing import Any
 
+from hisparse.cache.counters import CacheStats
 from hisparse.engine.coordinator import SparseCoordinator
-from hisparse.engine.metrics import CacheStats
 from hisparse.sglang.session import ServerSession
 
 logger = logging.getLogger("hisparse")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hisparse.engine.graphs import StaticBatch
+from hisparse.engine.batches import StaticBatch
 from hisparse.kernels.build import cpu as _build
 from hisparse.testing.operations import Violation, no_sync, tensors_in
 from hisparse.testing.simulator import Request, Simulator

@@ -48,21 +48,14 @@ class RecordedStep(NamedTuple):
     Attributes:
         slots: ``[B]``, request slots.
         seq_lens: ``[B]``, tokens.
-        pages: ``[L, R, H, K] int32``, in host memory.
-        rows: ``[R] bool``, the B rows of ``pages`` to record; None: all.
+        pages: ``[L, B, H, K] int32``, in host memory.
         ready: the copy of ``pages`` from the device; None: they are there.
     """
 
     slots: np.ndarray
     seq_lens: np.ndarray
     pages: Tensor
-    rows: np.ndarray | None = None
     ready: torch.cuda.Event | None = None
-
-    def recorded_pages(self, part: slice) -> np.ndarray:
-        """``[L, b, H, K] int32``, of a part of the B requests."""
-        pages: np.ndarray = self.pages.numpy()
-        return pages[:, part if self.rows is None else np.flatnonzero(self.rows)[part]]
 
 
 class TraceWriter:
@@ -202,7 +195,7 @@ class TraceWriter:
             part = slice(first, first + self._chunk_visits)
             visits = Visits(np.array(requests[part], np.int32), seq_lens[part])
             # There are several parts of one step alone.
-            pages = np.concatenate([x.recorded_pages(part) for x in steps], axis=1)
+            pages = np.concatenate([x.pages.numpy()[:, part] for x in steps], axis=1)
             chunk = encode_chunk(STEP, encode_steps(visits, pages))
             if self._num_bytes + len(chunk) + _END_BYTES > self._max_bytes:
                 self._stop(f"the trace has reached max_bytes ({self._max_bytes})")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from hisparse.cache.counters import CacheStats
 from hisparse.config import HiSparseConfig
 from hisparse.engine.coordinator import SparseCoordinator
-from hisparse.engine.metrics import CacheStats
 from hisparse.errors import CapacityError, HiSparseError
 from hisparse.transformers.attention import tag_keys
 from hisparse.transformers.build import Limits, build_store, read_config

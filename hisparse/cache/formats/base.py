@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter
+from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cache.allocate import zeros
 from hisparse.config import KV_FORMATS, LATENT_FORMATS
+from hisparse.errors import HiSparseError
 from hisparse.kernels import dequantize, quantize
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 
@@ -45,8 +47,8 @@ class KVFormat(ABC):
         kv: as given.
     """
 
-    #: Whether K and V are stored encoded; algorithms then cannot read them in host memory.
-    encoded: ClassVar[bool] = True
+    #: Launches that conversions add to a captured layer, for estimates of its time.
+    captured_launches: ClassVar[int] = 16
     #: Bytes of scales of a token and KV head that are stored apart from K and V.
     num_scales: ClassVar[int] = 0
     #: Selection scopes of attention over its pages.
@@ -158,6 +160,26 @@ class KVFormat(ABC):
     def as_read(self, k: Tensor, v: Tensor) -> PagedKV:
         """Round keys and values ``[..., D]`` to the values that a later read returns."""
         return self.decode(self.encode(k, v))
+
+    @classmethod
+    def serves(cls, algorithm: type[BaseSparseAlgorithm]) -> bool:
+        """Whether an algorithm can run on K and V that are stored so."""
+        return not algorithm.reads_host_keys
+
+    def in_place(self, stored: StoredKV) -> PagedKV:
+        """Stored keys and values in the model's dtype, without a conversion.
+
+        Raises:
+            HiSparseError: they are stored otherwise.
+        """
+        raise HiSparseError(
+            f"an algorithm reads keys in host memory: got {self.kv.kv_cache_dtype} keys, expected "
+            "kv_cache_dtype 'auto'; the algorithm has to declare reads_host_keys = True"
+        )
+
+    def copied_parts(self, stored: StoredKV) -> tuple[Tensor, ...]:
+        """The tensors of :attr:`parts` if a copy of pages needs no conversion; else none."""
+        return ()
 
     def readable_pages(self, stored: StoredKV, pages: Tensor) -> tuple[StoredKV, Tensor]:
         """Some pages as kernels read them: in place, or decoded.

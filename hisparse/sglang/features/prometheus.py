@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hisparse.engine.metrics import CacheStats
+from hisparse.cache.counters import CacheStats
 from hisparse.sglang import features
 from hisparse.sglang.features.base import Feature
 from hisparse.sglang.metrics import COUNTERS, GAUGES, LAYER_COUNTERS, gauge_values

@@ -133,7 +133,7 @@ def _around_setup_state_kv_args(
     host, tokens = token_to_kv_pool.host, token_to_kv_pool.page_size
     size, entries = host.kv.page_size, session.coordinator.stored_entries()
     kinds = [f"{name} {entries[name].dtype}" for name in sorted(entries)]
-    if host.format.encoded:
+    if host.format is not host.format.plain:
         kinds.append(f"{host.kv.kv_cache_dtype} in pages of {size} tokens")
     if host.format.num_scales:
         first = token_to_kv_pool.start_layer
