@@ -29,8 +29,7 @@ from hisparse.doctor import provenance
 from hisparse.errors import ConfigError
 from hisparse.eval import TASKS, Evaluation, Method, make_cells, make_summary, parse_methods
 from hisparse.eval.models import MODELS, load, resolve
-from hisparse.eval.report import check_reports, read_result, write_reports
-from hisparse.eval.tables import Cell, make_short_tables
+from hisparse.eval.report import check_reports, make_short_tables, read_result, write_reports
 from hisparse.options import read_text
 
 #: The ceiling, the default and the floor.
@@ -224,6 +223,7 @@ def _print_tables(console: Console, result: dict[str, Any]) -> None:
         print_paragraph(console, table.note)
 
 
-def _shorten(cell: Cell) -> Text:
-    """A cell for a terminal; its interval is written with a dash."""
-    return Text(cell.text.replace(" to ", "\N{EN DASH}"), style="dim" if cell.grey else "")
+def _shorten(cell: str) -> Text:
+    """A cell for a terminal; its interval is written with a dash, and brackets are grey."""
+    text = cell.removeprefix("[").removesuffix("]").replace(" to ", "\N{EN DASH}")
+    return Text(text, style="dim" if cell.startswith("[") else "")

@@ -24,8 +24,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from hisparse.errors import ConfigError, HiSparseError, one_line
 from hisparse.eval.method import DENSE
-from hisparse.eval.results import pool_scores
-from hisparse.eval.tables import number
+from hisparse.eval.results import number, pool_scores
 from hisparse.options import read_object
 
 #: A line of a result's ``summary`` or ``cells``; keyword arguments of ``Axes.plot``.
