@@ -205,11 +205,11 @@ wheel: setup
 
 docs: setup
 	$(python) -m scripts.make_reference docs/configuration.md
-	$(python) -m hisparse.eval.plots quality \
+	$(python) -m scripts.make_plots quality \
 		bench/results/2026-11-21-eval-qwen-4k-2e9299e.json docs/images/quality.svg
-	$(python) -m hisparse.eval.plots trace \
+	$(python) -m scripts.make_plots trace \
 		bench/results/2026-11-22-trace-qwen-8k-086a4a3.json docs/images/trace.svg
-	$(python) -m hisparse.eval.plots speed \
+	$(python) -m scripts.make_plots speed \
 		$(foreach case,32k-float32 32k-bfloat16 4k-resident-float32 4k-resident-bfloat16, \
 		bench/results/2026-11-22-decode-$(case)-avx512-596dc40.json) docs/images/speed.svg
 

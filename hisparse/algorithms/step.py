@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
@@ -160,13 +159,15 @@ class KVReader(Protocol):
 
 @dataclass
 class StepCache:
-    """What one layer of a step found for the layers after it. It ends with the step.
+    """What layers of a step pass on, and what the current one was given. It ends with the step.
 
     Attributes:
+        indexer: see :attr:`DecodeStep.indexer`.
         selection: what the layers of the current group attend; None before the first one selects.
         values: what :meth:`DecodeStep.once` computed, by the algorithm's name for it.
     """
 
+    indexer: IndexerInputs | None = None
     selection: Selection | None = None
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -175,7 +176,7 @@ class StepCache:
 class DecodeStep:
     """Requests of a decode step: what selection, residency and attention know of them.
 
-    All layers share it. The first attributes, up to ``indexer``, are for algorithms.
+    All layers share it. The first attributes, up to ``kv_io``, are for algorithms.
 
     Attributes:
         policy: the rules of every selection.
@@ -187,8 +188,6 @@ class DecodeStep:
             the longest context.
         host_page_table: ``[B, P] int32``, host page of each page; P is at least ``max_pages``.
         kv_io: reads keys and values.
-        indexer: indexer inputs of the new tokens in one layer, for algorithms that declare
-            ``indexer``.
         seq_lens_cpu: ``[B]``, tokens of each request, known on the host; in a captured step, the
             most that it may have.
         host_slots: ``[B] int64``, host slot of each new token.
@@ -215,7 +214,6 @@ class DecodeStep:
     max_pages: int
     host_page_table: Tensor
     kv_io: KVReader
-    indexer: IndexerInputs | None = None
     seq_lens_cpu: np.ndarray
     host_slots: Tensor
     rows: Tensor
@@ -230,6 +228,11 @@ class DecodeStep:
     by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
     dense_by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
     cache: StepCache = field(default_factory=StepCache, init=False, compare=False, repr=False)
+
+    @property
+    def indexer(self) -> IndexerInputs | None:
+        """Of the new tokens in the current layer, for algorithms that declare ``indexer``."""
+        return self.cache.indexer
 
     @cached_property
     def forced_pages(self) -> Tensor:
@@ -336,13 +339,10 @@ class DecodeStep:
         full = rows.view(len(page), -1)[:, 0]
         return rows, torch.where(full, page, 0).long()
 
-    def with_indexer(self, indexer: IndexerInputs) -> DecodeStep:
-        """The same requests in one layer, by the inputs of the whole batch; shares the cache."""
-        # Not replace, which would give the layer an empty cache.
-        step = copy(self)
-        inputs = indexer if self.index is None else indexer.take(self.index)
-        object.__setattr__(step, "indexer", inputs)
-        return step
+    def begin_layer(self, indexer: IndexerInputs | None) -> None:
+        """Take what the model's indexer says of the whole batch in one layer, if anything."""
+        if indexer is not None:
+            self.cache.indexer = indexer if self.index is None else indexer.take(self.index)
 
     def take(self, places: np.ndarray) -> DecodeStep:
         """The requests at ``places [n] int64`` of the step."""

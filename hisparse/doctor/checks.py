@@ -42,6 +42,18 @@ class Finding:
     remedy: str = ""
 
 
+def _ok(name: str, message: str) -> list[Finding]:
+    return [Finding(name=name, status="ok", message=message)]
+
+
+def _warning(name: str, message: str, remedy: str = "") -> list[Finding]:
+    return [Finding(name=name, status="warning", message=message, remedy=remedy)]
+
+
+def _error(name: str, message: str, remedy: str = "") -> list[Finding]:
+    return [Finding(name=name, status="error", message=message, remedy=remedy)]
+
+
 #: Packages, and what each is needed for.
 _OPTIONAL = (
     ("transformers", "eval, plan, HiSparseCache"),
@@ -57,8 +69,7 @@ _OPTIONAL = (
 
 def python() -> list[Finding]:
     """The interpreter."""
-    found = f"{platform.python_version()}, {sys.executable}"
-    return [Finding(name="python", status="ok", message=found)]
+    return _ok("python", f"{platform.python_version()}, {sys.executable}")
 
 
 def torch_version() -> list[Finding]:
@@ -72,8 +83,8 @@ def torch_version() -> list[Finding]:
         message += f"; sglang {names.installed_release()} asks for torch {wanted}"
         if torch.version.cuda:
             remedy = f"its CUDA kernels are built for that torch: pip install torch=={wanted}"
-            return [Finding(name="torch", status="warning", message=message, remedy=remedy)]
-    return [Finding(name="torch", status="ok", message=message)]
+            return _warning("torch", message, remedy)
+    return _ok("torch", message)
 
 
 def sglang_pin(package: str) -> str | None:
@@ -90,10 +101,9 @@ def sglang_version() -> list[Finding]:
     """Whether the installed SGLang is the release that hisparse supports."""
     found = names.installed_release()
     if found is not None and names.is_supported(found):
-        return [Finding(name="sglang", status="ok", message=f"{found}, the supported release")]
+        return _ok("sglang", f"{found}, the supported release")
     message = f"got {found or 'none'}, expected {names.RELEASE}"
-    remedy = f"pip install sglang=={names.RELEASE}"
-    return [Finding(name="sglang", status="error", message=message, remedy=remedy)]
+    return _error("sglang", message, f"pip install sglang=={names.RELEASE}")
 
 
 def plugin_visible() -> list[Finding]:
@@ -102,18 +112,12 @@ def plugin_visible() -> list[Finding]:
     if not found:
         message = "the entry point hisparse of the group sglang.srt.plugins is not installed"
         remedy = "install the package (pip install .) instead of putting it on PYTHONPATH"
-        return [Finding(name="plugin", status="error", message=message, remedy=remedy)]
+        return _error("plugin", message, remedy)
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and "hisparse" not in [name.strip() for name in allowed.split(",")]:
-        return [
-            Finding(
-                name="plugin",
-                status="error",
-                message=f"SGLANG_PLUGINS is {allowed!r}, which excludes hisparse",
-                remedy=f"export SGLANG_PLUGINS={allowed},hisparse, or unset it",
-            )
-        ]
-    return [Finding(name="plugin", status="ok", message=f"entry point {found[0].value}")]
+        message = f"SGLANG_PLUGINS is {allowed!r}, which excludes hisparse"
+        return _error("plugin", message, f"export SGLANG_PLUGINS={allowed},hisparse, or unset it")
+    return _ok("plugin", f"entry point {found[0].value}")
 
 
 def optional_packages() -> list[Finding]:
@@ -125,7 +129,7 @@ def optional_packages() -> list[Finding]:
         except PackageNotFoundError:
             absent.append(f"{name} ({use})")
     message = "; ".join((", ".join(found) or "none", f"without {', '.join(absent) or 'none'}"))
-    return [Finding(name="optional packages", status="ok", message=message)]
+    return _ok("optional packages", message)
 
 
 _TIMEOUT_S = 120
@@ -135,8 +139,7 @@ def hooks() -> list[Finding]:
     """Load the plug-in as SGLang does, in a process of its own."""
     found_release = names.installed_release()
     if found_release is None or not names.is_supported(found_release):
-        message = f"not checked: sglang {names.RELEASE} is not installed"
-        return [Finding(name="hooks", status="warning", message=message)]
+        return _warning("hooks", f"not checked: sglang {names.RELEASE} is not installed")
     import torch
 
     environment = os.environ | {"SGLANG_PLUGINS": "hisparse", "OMP_NUM_THREADS": "1"}
@@ -149,16 +152,14 @@ def hooks() -> list[Finding]:
         )
         found = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return [_broken(f"importing SGLang took more than {_TIMEOUT_S} s")]
+        return _broken([f"importing SGLang took more than {_TIMEOUT_S} s"])
     except (IndexError, ValueError):
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        message = f"SGLang cannot be imported: {last[:300]}"
-        return [Finding(name="hooks", status="error", message=message, remedy=_packages())]
-    problems = found["problems"]
-    if problems:
-        return [_broken(problem) for problem in problems]
+        return _error("hooks", f"SGLang cannot be imported: {last[:300]}", _packages())
+    if found["problems"]:
+        return _broken(found["problems"])
     message = f"all {found['hooks']} hooks fit, and the {found['used']} other names in use exist"
-    return [Finding(name="hooks", status="ok", message=message)]
+    return _ok("hooks", message)
 
 
 def _packages() -> str:
@@ -169,9 +170,9 @@ def _packages() -> str:
     return f"{asks}: {wanted}" if wanted else asks
 
 
-def _broken(message: str) -> Finding:
+def _broken(problems: Sequence[str]) -> list[Finding]:
     remedy = f"install sglang {names.RELEASE}, complete"
-    return Finding(name="hooks", status="error", message=message, remedy=remedy)
+    return [finding for problem in problems for finding in _error("hooks", problem, remedy)]
 
 
 #: With less free memory, a server can hardly hold its own processes.
@@ -187,14 +188,14 @@ def device() -> list[Finding]:
     if not torch.cuda.is_available():
         message = "PyTorch finds no CUDA GPU, so SGLang serves on the CPU, which is for tests only"
         remedy = "on a machine with a GPU: check nvidia-smi, and that torch is a CUDA build"
-        return [Finding(name="device", status="warning", message=message, remedy=remedy)]
+        return _warning("device", message, remedy)
     checks = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free = format_bytes(torch.cuda.mem_get_info(index)[0])
         message = f"{about.name}, sm_{about.major}{about.minor}, {free} free of "
         message += format_bytes(about.total_memory)
-        checks.append(Finding(name=f"device {index}", status="ok", message=message))
+        checks += _ok(f"device {index}", message)
     return checks
 
 
@@ -204,16 +205,13 @@ def pinned_memory() -> list[Finding]:
 
     message = f"ulimit -l is {memlock_limit()}"
     if not torch.cuda.is_available():
-        message += "; without a GPU nothing is pinned"
-        return [Finding(name="pinned memory", status="ok", message=message)]
+        return _ok("pinned memory", f"{message}; without a GPU nothing is pinned")
     try:
         zeros([2**26], torch.uint8, torch.device("cpu"), pin=True)
     except CapacityError as error:
-        message += f"; 64 MiB could not be pinned: {error}"
         remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1"
-        return [Finding(name="pinned memory", status="error", message=message, remedy=remedy)]
-    message += "; 64 MiB could be pinned"
-    return [Finding(name="pinned memory", status="ok", message=message)]
+        return _error("pinned memory", f"{message}; 64 MiB could not be pinned: {error}", remedy)
+    return _ok("pinned memory", f"{message}; 64 MiB could be pinned")
 
 
 def host_memory() -> list[Finding]:
@@ -223,8 +221,8 @@ def host_memory() -> list[Finding]:
     message = f"{format_bytes(free)} free; host_memory {default} would take {pool} for the KV cache"
     if free < _LITTLE_BYTES:
         remedy = "free some memory, or set host_memory and --max-total-tokens"
-        return [Finding(name="host memory", status="warning", message=message, remedy=remedy)]
-    return [Finding(name="host memory", status="ok", message=message)]
+        return _warning("host memory", message, remedy)
+    return _ok("host memory", message)
 
 
 def numa(nodes: Path = _NODES) -> list[Finding]:
@@ -234,10 +232,10 @@ def numa(nodes: Path = _NODES) -> list[Finding]:
         if match := re.search(r"MemFree:\s+(\d+) kB", meminfo.read_text()):
             sizes[int(meminfo.parent.name.removeprefix("node"))] = 1024 * int(match[1])
     if len(sizes) < 2:
-        return [Finding(name="numa", status="ok", message="one node")]
+        return _ok("numa", "one node")
     message = ", ".join(f"node {node}: {format_bytes(sizes[node])} free" for node in sorted(sizes))
     remedy = "start the server with numactl --interleave=all, or bound to the node of its GPUs"
-    return [Finding(name="numa", status="warning", message=message, remedy=remedy)]
+    return _warning("numa", message, remedy)
 
 
 def cpu_kernels() -> list[Finding]:
@@ -251,7 +249,7 @@ def cpu_kernels() -> list[Finding]:
         return f"C++ for {cpu_instruction_set()}{asked}: {path}"
 
     remedy = "install g++ and apache-tvm-ffi (CXX names another compiler)"
-    return [_built("CPU kernels", build, remedy)]
+    return _built("CPU kernels", build, remedy)
 
 
 def cuda_kernels() -> list[Finding]:
@@ -262,9 +260,9 @@ def cuda_kernels() -> list[Finding]:
 
     if not torch.cuda.is_available():
         message = f"not used: there is no GPU to build for; nvcc: {find_nvcc() or 'not found'}"
-        return [Finding(name="CUDA kernels", status="ok", message=message)]
+        return _ok("CUDA kernels", message)
     remedy = "install nvcc (CUDA_HOME names its toolkit) and apache-tvm-ffi"
-    return [_built("CUDA kernels", lambda: f"CUDA C++: {build_cuda()}", remedy)]
+    return _built("CUDA kernels", lambda: f"CUDA C++: {build_cuda()}", remedy)
 
 
 def triton_kernels() -> list[Finding]:
@@ -272,26 +270,22 @@ def triton_kernels() -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        message = "not used: there is no GPU"
-        return [Finding(name="Triton kernels", status="ok", message=message)]
+        return _ok("Triton kernels", "not used: there is no GPU")
     try:
         import triton
     except ImportError as error:
         message = f"slower PyTorch code is used instead: {error}"
-        remedy = "pip install triton"
-        return [Finding(name="Triton kernels", status="warning", message=message, remedy=remedy)]
-    return [Finding(name="Triton kernels", status="ok", message=f"Triton {triton.__version__}")]
+        return _warning("Triton kernels", message, "pip install triton")
+    return _ok("Triton kernels", f"Triton {triton.__version__}")
 
 
-def _built(name: str, build: Callable[[], str], remedy: str) -> Finding:
+def _built(name: str, build: Callable[[], str], remedy: str) -> list[Finding]:
     from hisparse.kernels.build.compiler import CannotBuildError
 
     try:
-        message = build()
+        return _ok(name, build())
     except (ImportError, OSError, CannotBuildError) as error:
-        message = f"slower PyTorch code is used instead: {error}"
-        return Finding(name=name, status="warning", message=message, remedy=remedy)
-    return Finding(name=name, status="ok", message=message)
+        return _warning(name, f"slower PyTorch code is used instead: {error}", remedy)
 
 
 def adapters() -> list[Finding]:
@@ -355,4 +349,4 @@ def _guarded(check: _CheckFunction) -> list[Finding]:
     except Exception as error:
         name = check.__name__.replace("_", " ")
         remedy = "a broken package, or a bug of hisparse: please report it"
-        return [Finding(name=name, status="error", message=one_line(error), remedy=remedy)]
+        return _error(name, one_line(error), remedy)

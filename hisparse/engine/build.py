@@ -115,7 +115,7 @@ def kept_tensors(
     """Tensors that the algorithm and the extensions keep beside K and V, by name."""
     kept = dict(call(algorithm.representations, None, policy))
     for name, options in config.extensions.items():
-        kept |= _extension_type(name).state(options, policy)
+        kept |= EXTENSIONS.get(name).state(options, policy)
     return kept
 
 
@@ -127,7 +127,7 @@ def _extra_tables(config: HiSparseConfig, policy: SelectionPolicy) -> ExtraTable
         return [
             table
             for name in config.extensions
-            for table in _extension_type(name).attended_tables(policy, **most)
+            for table in EXTENSIONS.get(name).attended_tables(policy, **most)
         ]
 
     return tables
@@ -265,7 +265,7 @@ def build(
         gather_queries: see :class:`Components`.
     """
     config = resolved.config
-    types = {name: _extension_type(name) for name in config.extensions}
+    types: dict[str, type[Extension]] = {x: EXTENSIONS.get(x) for x in config.extensions}
     named = [name for cls in types.values() for name in cls.counters]
     num_layers = policy.kv.num_layers
     counters = Counters(device, named, layers=num_layers if config.layer_metrics else 0)
@@ -337,8 +337,3 @@ def _make_manager(
         checked=config.checked,
         streams=streams,
     )
-
-
-def _extension_type(name: str) -> type[Extension]:
-    extension: type[Extension] = EXTENSIONS.get(name)
-    return extension

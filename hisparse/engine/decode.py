@@ -69,7 +69,9 @@ class DecodeLayer:
         ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
         """
         with self._serial:
-            self._start_layer(layer_id, step)
+            if self._before_layer and "sparse" in step.by_mode:
+                for extension in self._before_layer:
+                    call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
             self._manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
         by_mode = self._modes.of_layer(layer_id, step)
         if len(by_mode) == 1:
@@ -83,7 +85,8 @@ class DecodeLayer:
         last = step.last or step
         if last.filled is not None:
             with self._serial:
-                self._finish(layer_id, _of_layer(last, indexer), *last.filled)
+                last.begin_layer(indexer)
+                self._finish(layer_id, last, *last.filled)
         return out
 
     def _attend_in(
@@ -100,7 +103,8 @@ class DecodeLayer:
             return self._attend_streamed(layer_id, q, step, sinks).to(q.dtype)
         selection = None
         if mode == "sparse":
-            selection = self._select(layer_id, q, _of_layer(step, indexer))  # score, select
+            step.begin_layer(indexer)
+            selection = self._select(layer_id, q, step)  # score, select
         queries = q.reshape(-1, self._policy.kv.num_q_heads // self._policy.heads, q.shape[-1])
         with self._serial:
             try:
@@ -119,11 +123,6 @@ class DecodeLayer:
         if sinks is not None:
             out = add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks).out
         return out.to(q.dtype)
-
-    def _start_layer(self, layer_id: int, step: DecodeStep) -> None:
-        if self._before_layer and "sparse" in step.by_mode:
-            for extension in self._before_layer:
-                call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
 
     def _select(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
         """The pages that a layer attends; the first layer of a group scores and selects them."""
@@ -251,11 +250,6 @@ class DecodeLayer:
                 end = min((first + width) * size, seq_len)
                 tiles.append(Tile(layer_id, ~request, first, end, pages[first : first + width]))
         return tiles
-
-
-def _of_layer(step: DecodeStep, indexer: IndexerInputs | None) -> DecodeStep:
-    """The step with what the model's indexer says of the whole batch in one layer, if anything."""
-    return step if indexer is None else step.with_indexer(indexer)
 
 
 def _all_where(dense: Tensor, selection: Selection, everything: Selection) -> Selection:

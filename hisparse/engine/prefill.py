@@ -86,7 +86,7 @@ class Prefill:
         # not depend on which part of a prompt comes from the pool.
         k, v = self._manager.host.format.as_read(k, v)
         # Pending moves hold their tensors: at most K and V of two layers.
-        self._join_moves()
+        self.join()
         self._move("write", lambda: self._manager.kv_io.write(layer_id, host_slots, k, v))
         outputs = []
         for chunk, next_tile in self._chunks_with_next_tile(layer_id, chunks):
@@ -97,7 +97,9 @@ class Prefill:
             if not self._policy.kv.window(layer_id):
                 inputs = None if indexer is None else indexer.take(tokens)
                 step = self.summarize(layer_id, chunk, new[0], pages, inputs)
-                positions = self._select(layer_id, step)
+                algorithm = self._components.algorithm
+                positions = call(algorithm.select_prefill, layer_id, layer_id, step)
+                check_positions(positions, algorithm, layer_id, step.length)
             attended = self._attend(layer_id, chunk, *new, positions, next_tile)
             if sinks is not None:
                 attended = add_sinks(attended, sinks)
@@ -105,21 +107,11 @@ class Prefill:
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _select(self, layer_id: int, step: PrefillStep) -> Tensor | None:
-        """Positions ``[T, K] int32`` that each query attends; None: all up to its own."""
-        algorithm = self._components.algorithm
-        positions = call(algorithm.select_prefill, layer_id, layer_id, step)
-        check_positions(positions, algorithm, layer_id, step.length)
-        return positions
-
-    def abort(self) -> None:
-        """Join the moves of a forward that ended early."""
-        self._join_moves()
-
     def _move(self, lane: Lane, work: Callable[[], None]) -> None:
         self._moving.append(self._manager.streams.start(lane, work))
 
-    def _join_moves(self) -> None:
+    def join(self) -> None:
+        """Wait for the writes and loads of the layer before."""
         for move in self._moving:
             move.join()
         self._moving.clear()
@@ -227,7 +219,7 @@ class Prefill:
     def _context_keys(self, layer_id: int, chunk: PrefillChunk) -> Iterator[tuple[int, Tensor]]:
         """Read all keys up to the end of the chunk; see :class:`PrefillStep`."""
         # The chunk itself is read back, so its write has to end first.
-        self._join_moves()
+        self.join()
         for tile in self._tiles(layer_id, chunk, 0, chunk.end):
             position, keys, _ = self._read(tile, chunk.end)
             yield position, keys

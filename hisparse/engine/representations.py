@@ -57,7 +57,7 @@ class Representations:
         self._layers = frozenset(layers)
         self.tensors = memory
         if len(layers) < num_layers:
-            self.tensors = {name: _of_layers(tensor, layers) for name, tensor in memory.items()}
+            self.tensors = {n: cast(Tensor, _LayerTensor(x, layers)) for n, x in memory.items()}
         self.num_layers = num_layers
         self.per_page = [self.tensors[n] for n, r in kinds.items() if r.per == "page"]
         self.of_pages = {n: memory[n] for n, r in self._saved.items() if r.per == "page"}
@@ -147,10 +147,6 @@ class _LayerTensor:
     def __getattr__(self, name: str) -> Any:
         # Shape, dtype, device and size in memory are those of the tensor.
         return getattr(self._tensor, name)
-
-
-def _of_layers(tensor: Tensor, layers: Sequence[int]) -> Tensor:
-    return cast(Tensor, _LayerTensor(tensor, layers))
 
 
 def _zeros(kind: Representation, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import rope_types
 from hisparse.errors import CapacityError, ConfigError, shorten
 from hisparse.storage import Context, Contexts, FileStore, Filter, size_in_bytes
+from hisparse.storage.fingerprint import rope_types
 from hisparse.transformers.activation import enable
 from hisparse.transformers.build import read_config
 from hisparse.transformers.fingerprint import UnchangedModel, model_fingerprint

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import torch
 
-from hisparse.engine.fingerprint import fingerprint, model_settings, tensor_digests
 from hisparse.errors import ConfigError
+from hisparse.storage.fingerprint import fingerprint, model_settings, tensor_digests
 from hisparse.transformers.model_shape import rotary_frequencies
 
 #: What a layer of PEFT applies, and how strongly.

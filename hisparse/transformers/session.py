@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import page_namespace
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.storage import Context, Contexts, FileStore, page_keys
+from hisparse.storage.fingerprint import page_namespace
 from hisparse.transformers.cache import HiSparseCache
 from hisparse.transformers.fingerprint import UnchangedModel
 from hisparse.transformers.forward import read_token_ids

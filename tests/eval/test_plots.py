@@ -12,9 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from hisparse.errors import ConfigError
-from hisparse.eval.plots import main, make_styles, quality_figure, speed_figure
+from hisparse.eval.plots import make_styles
 from hisparse.eval.report import read_result
 from hisparse.eval.results import pool_scores
+from scripts.make_plots import main, quality_figure, speed_figure
 
 ROOT = Path(__file__).parent.parent.parent
 KINDS = ("quality", "speed", "trace")
@@ -29,7 +30,7 @@ def sources() -> dict[str, list[Path]]:
     ).stdout.replace("\\\n", " ")
     found = {}
     for kind in KINDS:
-        (words,) = re.findall(rf"hisparse\.eval\.plots {kind} (.*) docs/images/{kind}\.svg", recipe)
+        (words,) = re.findall(rf"scripts\.make_plots {kind} (.*) docs/images/{kind}\.svg", recipe)
         found[kind] = [ROOT / name for name in words.split()]
     return found
 

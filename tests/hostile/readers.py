@@ -13,7 +13,6 @@ from typing import Any
 from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
-from hisparse.eval import plots
 from hisparse.eval.report import read_result, write_reports
 from hisparse.eval.results import Records
 from hisparse.options import read_text
@@ -22,6 +21,7 @@ from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_h
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, read_prefix, write_prefix
 from hisparse.trace.prefix_replay import replay_prefix
 from hisparse.trace.synthetic import MadeUpTrace
+from scripts import make_plots
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
@@ -178,7 +178,7 @@ def _plot(kind: str, folder: Path, capture: Any) -> Callable[[Path], None]:
     def draw(words: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return plots.main([kind, *words])
+            return make_plots.main([kind, *words])
 
     return _command(draw, capture, str(folder / "plot.svg"))
 

@@ -24,7 +24,6 @@ from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import fingerprint, model_settings
 from hisparse.errors import ConfigError
 from hisparse.sglang import session as session_module
 from hisparse.sglang.features.storage import around_request
@@ -37,6 +36,7 @@ from hisparse.sglang.features.storage.key import (
 )
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.storage import Namespace, page_keys
+from hisparse.storage.fingerprint import fingerprint, model_settings
 from hisparse.transformers.model_shape import rotary_frequencies
 from hisparse.types import AttentionRule
 from tests.server.tiny_models import tiny_model
@@ -102,7 +102,7 @@ def test_one_element_in_a_run_of_a_weight_counts() -> None:
 @pytest.mark.parametrize("size", [64, 3 * 2**14])
 def test_each_element_of_a_weight_counts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows of an embedding, or one expert, may be all that an edit changes."""
-    monkeypatch.setattr("hisparse.engine.fingerprint._CHUNK", 2**14)
+    monkeypatch.setattr("hisparse.storage.fingerprint._CHUNK", 2**14)
     weight = torch.zeros(size, dtype=torch.bfloat16)
     found = {fingerprint({}, [("embedding", weight)])}
     rng = torch.Generator().manual_seed(0)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import model_settings
 from hisparse.sglang.features.base import Feature
 from hisparse.sglang.features.storage.key import AdapterKeys
 from hisparse.sglang.features.storage.setup import check_told_apart, request_linker
 from hisparse.sglang.features.storage.state import COUNTERS, StorageState
 from hisparse.sglang.session import ServerSession, current_state
 from hisparse.sglang.start import STORAGE, Option, Start
+from hisparse.storage.fingerprint import model_settings
 
 __all__ = ["Storage", "around_request"]
 

@@ -15,11 +15,11 @@ import xxhash
 from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
-from hisparse.engine.fingerprint import fingerprint, page_namespace, tensor_digests
 from hisparse.sglang.features.storage.state import StorageState
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import ServerSession
 from hisparse.storage import Namespace
+from hisparse.storage.fingerprint import fingerprint, page_namespace, tensor_digests
 
 logger = logging.getLogger("hisparse")
 

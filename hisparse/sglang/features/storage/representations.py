@@ -17,13 +17,13 @@ import xxhash
 from torch import Tensor
 
 from hisparse.cache.shareable_pages import ShareablePages
-from hisparse.engine.fingerprint import is_built_in
 from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.load import PageLoader
 from hisparse.sglang.features.storage.offload import PageWriter
 from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.features.storage.state import StorageCounters
 from hisparse.storage import Namespace
+from hisparse.storage.fingerprint import is_built_in
 
 logger = logging.getLogger("hisparse")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import rope_types
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.options import StorageOptions, from_options
 from hisparse.storage import size_in_bytes
+from hisparse.storage.fingerprint import rope_types
 
 _LINKER: Final = {
     "linker": "HiSparseLinker",

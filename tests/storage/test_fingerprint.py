@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hisparse.engine.fingerprint import fingerprint
+from hisparse.storage.fingerprint import fingerprint
 
 SHAPES = {
     "self_attn.q_proj.weight": (64, 48), "self_attn.k_proj.weight": (32, 48),

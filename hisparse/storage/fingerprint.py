@@ -16,7 +16,7 @@ from hisparse.algorithms import BaseSparseAlgorithm, SelectionPolicy
 from hisparse.cache.serializer import FORMAT_VERSION, PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.storage import Namespace
+from hisparse.storage.namespace import Namespace
 
 #: Parts of a configuration that do not change what a model computes.
 _ORIGIN: Final = {
