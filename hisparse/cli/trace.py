@@ -15,11 +15,22 @@ from hisparse.cli.terminal import make_table, names, numbers, print_paragraph
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval.report import check_matplotlib
-from hisparse.kernels import POLICIES
-from hisparse.trace import SelectionTrace, lru_curve
-from hisparse.trace.prefix import read_prefix
-from hisparse.trace.prefix_replay import PrefixPoint, are_prefixes, describe_prefix, replay_all
-from hisparse.trace.replay import USUAL_BUFFERS, describe, overlaps, replay_trace, tokens_for
+from hisparse.trace import SelectionTrace
+from hisparse.trace.prefix import (
+    PrefixPoint,
+    are_prefixes,
+    describe_prefix,
+    read_prefix,
+    replay_all,
+)
+from hisparse.trace.replay import (
+    POLICIES,
+    USUAL_BUFFERS,
+    describe,
+    overlaps,
+    recommend,
+    replay_trace,
+)
 from hisparse.units import format_bytes
 
 _HIT_RATIO = 0.8
@@ -53,7 +64,6 @@ def _add_replay(actions: Any) -> None:
     add("--capacity", type=numbers, metavar="N[,N]", help=text)
     text = "seconds that an unused block stays in a prefix cache, or none (none)"
     add("--ttl", type=_seconds, metavar="S[,S]", help=text)
-    add("--by", choices=("layer", "head"), help="also the hit ratios of each layer or head")
     text = "draw hit ratio and bytes against the size of the buffer"
     add("--plot", type=Path, metavar="FILE.svg", help=text)
     replay.set_defaults(run=_replay)
@@ -129,7 +139,7 @@ def _show(arguments: argparse.Namespace) -> int:
     for about in found:
         low, high = about["context"]
         lines = {
-            "source": _source(about),
+            **({"note": about["note"]} if about["note"] else {}),
             "selected by": f"{about['algorithm']}, per {about['scope']}, pages of "
             f"{about['page_size']} tokens, {about['layers']} layers of {about['heads']} rows",
             "steps": f"{about['request_steps']:,}, one for each request in each decode step, of "
@@ -148,12 +158,6 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _source(about: dict[str, Any]) -> str:
-    made_up = about["source"] == "made up"
-    source = "made up, by no model" if made_up else about["source"]
-    return f"{source}: {about['note']}" if about["note"] else source
-
-
 def _refuse(arguments: argparse.Namespace, flags: tuple[str, ...], kind: str) -> None:
     """Refuse flags that traces of this kind do not use.
 
@@ -167,7 +171,7 @@ def _refuse(arguments: argparse.Namespace, flags: tuple[str, ...], kind: str) ->
 
 def _replay(arguments: argparse.Namespace) -> int:
     if are_prefixes(arguments.files):
-        _refuse(arguments, ("--device-buffer-size", "--policy", "--by", "--plot"), "prefix traces")
+        _refuse(arguments, ("--device-buffer-size", "--policy", "--plot"), "prefix traces")
         ttls = arguments.ttl or [None]
         found = [replay_all(x, arguments.capacity, ttls) for x in arguments.files]
         return _print_prefixes("replay", arguments, found)
@@ -180,8 +184,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--plot: got {str(arguments.plot)!r}, expected a file.svg")
     if arguments.plot is not None:
         check_matplotlib("--plot")
-    by_head, given = arguments.by == "head", arguments.device_buffer_size
-    found = [replay_trace(x, policies, given, by_head=by_head) for x in arguments.files]
+    found = [replay_trace(x, policies, arguments.device_buffer_size) for x in arguments.files]
     if arguments.plot is not None:
         from hisparse.eval.plots import to_svg, trace_figure
 
@@ -189,15 +192,16 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_origin("replay") | {"traces": found}, indent=2))
     else:
-        _print_replay(found, arguments.by)
+        _print_replay(found)
     return 0
 
 
-def _print_replay(found: list[dict[str, Any]], by: str | None) -> None:
+def _print_replay(found: list[dict[str, Any]]) -> None:
     console = Console(highlight=False)
     for about in found:
         console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
-        print_paragraph(console, _source(about))
+        if about["note"]:
+            print_paragraph(console, about["note"])
         figures = ("buffer", "hits", "read a step")
         table = make_table("policy", *figures, right=figures)
         for policy, result in about["policies"].items():
@@ -206,8 +210,6 @@ def _print_replay(found: list[dict[str, Any]], by: str | None) -> None:
             ):
                 table.add_row(policy, f"{tokens:,}", f"{ratio:.1%}", format_bytes(round(read)))
         console.print(table)
-        if by is not None:
-            _print_parts(console, about, by)
     print_paragraph(
         console,
         "buffer: tokens of each row in each layer. hits: share of the selected pages that were in "
@@ -215,33 +217,8 @@ def _print_replay(found: list[dict[str, Any]], by: str | None) -> None:
     )
 
 
-def _print_parts(console: Console, about: dict[str, Any], by: str) -> None:
-    """Hit ratios of the first policy, layer by layer."""
-    policy, result = next(iter(about["policies"].items()))
-    heads = [f"{tokens:,}" for tokens in about["buffers"]]
-    table = make_table(by, *heads, right=tuple(heads), title=f"{policy}, by {by}")
-    layers = range(about["layers"])
-    if by == "layer":
-        rows = [(str(x), [r[x] for r in result["hit_ratio_by_layer"]]) for x in layers]
-    else:
-        rows = [
-            (f"{x}.{head}", [r[x][head] for r in result["hit_ratio_by_head"]])
-            for x in layers
-            for head in range(about["heads"])
-        ]
-    for name, ratios in rows:
-        table.add_row(name, *(f"{ratio:.1%}" for ratio in ratios))
-    console.print(table)
-
-
 def _recommend(arguments: argparse.Namespace) -> int:
-    found = []
-    for file in arguments.files:
-        with SelectionTrace(file) as trace:
-            curve, about = lru_curve(trace), describe(file, trace)
-        tokens = tokens_for(arguments.hit_ratio, curve, about)
-        about |= {"device_buffer_size": tokens, "hit_ratio": curve.hit_ratio(tokens)}
-        found.append(about | {"bytes_per_step": curve.bytes_per_step(tokens)})
+    found = [recommend(file, arguments.hit_ratio) for file in arguments.files]
     if arguments.json:
         print(json.dumps(_origin("recommend") | {"traces": found}, indent=2))
         return 0
@@ -251,7 +228,7 @@ def _recommend(arguments: argparse.Namespace) -> int:
             console,
             f'"device_buffer_size": {about["device_buffer_size"]} gives {about["hit_ratio"]:.1%} '
             f"hits and reads {format_bytes(round(about['bytes_per_step']))} for each decode step "
-            f"of a request ({about['file']}; {_source(about)}).",
+            f"of a request ({about['file']}).",
         )
     return 0
 
@@ -273,13 +250,12 @@ def _print_prefix(found: Sequence[dict[str, Any]]) -> None:
     console = Console(highlight=False)
     for about in found:
         console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
-        made_up = about["source"] == "made up"
-        source = "made up, from no server" if made_up else about["source"]
         served = about["found_by_server"]
+        source = ": ".join(filter(None, (about["source"], about["note"])))
         text = (
-            f"{source}{': ' if about['note'] else ''}{about['note']}. {about['requests']:,} "
-            f"requests in {about['seconds']:,.0f} s, {about['input_tokens']:,} prompt tokens, "
-            f"{about['unique_tokens']:,} of them different, in blocks of {about['block_size']}. "
+            f"{source}. {about['requests']:,} requests in {about['seconds']:,.0f} s, "
+            f"{about['input_tokens']:,} prompt tokens in {about['blocks']:,} different blocks of "
+            f"{about['block_size']}. "
             f"An unlimited cache holds {about['unlimited_hit_ratio']:.1%} of all prompt tokens"
             + ("." if served is None else f"; the server found {served:.1%} of those it reports.")
         )

@@ -1,9 +1,8 @@
-"""``hisparse trace record``: of a model that reads a text, or made up."""
+"""``hisparse trace record``: selections of a model that reads a text, or prefixes of requests."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,14 @@ from hisparse.cli.terminal import names, number
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.options import parse_object, read_text
-from hisparse.trace.prefix import convert_sglang, make_up_sessions, write_prefix
-from hisparse.trace.synthetic import MadeUpTrace
+from hisparse.trace.prefix import convert_sglang, write_prefix
 
 
 def add_parser(actions: Any) -> None:
     """Add the action to the parser of ``hisparse trace``."""
     text = (
-        "record the selections of a model that reads a text, or make some up; a server records "
-        'with "trace": "FILE" in --hisparse-config'
+        "record the selections of a model that reads a text; a server records with "
+        '"trace": "FILE" in --hisparse-config'
     )
     parser = actions.add_parser("record", help=text, description=text)
     add = parser.add_argument
@@ -41,21 +39,6 @@ def add_parser(actions: Any) -> None:
     add("--text", type=Path, metavar="FILE", help=text)
     add("--algorithm", type=names, metavar="NAME[,NAME]", help="algorithms (sketch)")
     add("--config", metavar="JSON", help="further settings, as in --hisparse-config")
-    made_up = parser.add_argument_group("made up, by no model")
-    add = made_up.add_argument
-    add("--synthetic", action="store_true", help="make a trace up; the file says so")
-    default = MadeUpTrace
-    text = "share of a selection that the step before had too (0.85)"
-    add("--overlap", type=float, metavar="F", help=text)
-    text = f"exponent of the distribution of the other pages ({default.zipf:g})"
-    add("--zipf", type=float, metavar="X", help=text)
-    for name in ("requests", "layers", "heads"):
-        text = f"{name} of the trace ({getattr(default, name)})"
-        add(f"--{name}", type=number, metavar="N", help=text)
-    add("--page-size", type=number, metavar="N", help=f"tokens ({default.page_size})")
-    add("--seed", type=int, metavar="N", help=f"of the generator ({default.seed})")
-    text = "make up prefixes, of conversations of N turns, in place of selections"
-    add("--turns", type=number, metavar="N", help=text)
     add = parser.add_argument_group("of prefixes").add_argument
     text = "what SGLang wrote with --export-metrics-to-file; texts need --model; none is kept"
     add("--exported", type=Path, nargs="+", metavar="FILE", help=text)
@@ -66,71 +49,25 @@ def add_parser(actions: Any) -> None:
 #: Tokens of a block of recorded prefixes.
 _BLOCK = 64
 _DEFAULTS = {"context": 4096, "steps": 256, "budget": 512}
-_SELECTIONS = tuple(_DEFAULTS)
-#: Flags that each kind of trace uses, by the flag that asks for it; "" for a model's selections.
-_KINDS = {
-    "": (*_SELECTIONS, "model", "text", "algorithm", "config"),
-    "--synthetic": (
-        *(*_SELECTIONS, "synthetic", "overlap", "zipf", "requests"),
-        *("layers", "heads", "page_size", "seed"),
-    ),
-    "--turns": ("synthetic", "turns", "context", "requests", "zipf", "seed"),
-    "--exported": ("exported", "block_size", "model"),
-}
+#: Flags of a model's selections alone.
+_SELECTIONS = (*_DEFAULTS, "text", "algorithm", "config")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    kind = ""
     if arguments.exported is not None:
-        kind = "--exported"
-    elif arguments.synthetic:
-        kind = "--synthetic" if arguments.turns is None else "--turns"
-    _check_flags(arguments, kind)
+        for name in _SELECTIONS:
+            if getattr(arguments, name) is not None:
+                raise ConfigError(
+                    f"--{name}: got it with --exported, which does not use it; leave one out"
+                )
+        return _convert(arguments)
+    if arguments.block_size is not None:
+        raise ConfigError("--block-size: expected --exported with it; add that, or leave it out")
     budget = arguments.budget
     for name, value in _DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
-    if kind == "--exported":
-        return _convert(arguments)
-    return _make_up(arguments) if arguments.synthetic else _record(arguments, budget)
-
-
-def _check_flags(arguments: argparse.Namespace, kind: str) -> None:
-    """Refuse flags that this kind of trace does not use.
-
-    Raises:
-        ConfigError: one of them was given.
-    """
-    for needed, flags in _KINDS.items():
-        for name in flags:
-            value = getattr(arguments, name)
-            if name in _KINDS[kind] or value is None or value is False:
-                continue
-            flag = f"--{name.replace('_', '-')}"
-            if kind:
-                raise ConfigError(
-                    f"{flag}: got it with {kind}, which does not use it; leave out {flag} or {kind}"
-                )
-            needed = "--synthetic" if needed == "--turns" else needed
-            raise ConfigError(f"{flag}: expected {needed} with it; add that, or leave out {flag}")
-
-
-def _make_up(arguments: argparse.Namespace) -> int:
-    if arguments.turns is not None:
-        trace = make_up_sessions(
-            requests=arguments.requests or 1000,
-            turns=arguments.turns,
-            zipf=MadeUpTrace.zipf if arguments.zipf is None else arguments.zipf,
-            context=arguments.context,
-            seed=arguments.seed or 0,
-        )
-        write_prefix(arguments.out, trace)
-        print(arguments.out)
-        return 0
-    known = {f.name for f in fields(MadeUpTrace)}
-    options = {n: x for n, x in vars(arguments).items() if n in known and x is not None}
-    print(MadeUpTrace(**({"overlap": 0.85} | options)).write(arguments.out))
-    return 0
+    return _record(arguments, budget)
 
 
 def _convert(arguments: argparse.Namespace) -> int:
