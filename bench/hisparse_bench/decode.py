@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.algorithms import ALGORITHMS
+from hisparse.cache.counters import CacheStats
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.types import IndexerInputs, PagedKV
@@ -22,8 +23,8 @@ from hisparse_bench.peers import (
     torch_native_decode,
 )
 from hisparse_bench.random_requests import RandomRequests
-from hisparse_bench.report import Case, Result
-from hisparse_bench.timing import Candidate, time_in_turns, time_parts
+from hisparse_bench.report import Case
+from hisparse_bench.timing import Candidate, timed_case
 
 #: Tokens decoded to find the drift of the queries that gives the requested miss ratio.
 _CALIBRATION_TOKENS = 40
@@ -68,39 +69,25 @@ class DecodeBench(ModelShape):
 
     def run(self, options: Options) -> Case:
         """Time all implementations; the gate compares with float64 attention over the selection."""
-        work, gate = self.prepared(options, 2 * options.num_steps + _WARMUPS)
-        requests = work.requests
+        self._check()
+        num_steps = options.num_steps + _WARMUPS
+        num_tokens = -(-num_steps // self.layers) + _CALIBRATION_TOKENS + 2
+        requests = self._make_requests(options, num_tokens)
+        work = DecodeWorkload(requests, self.misses)
+        agrees = work.agrees()
+        work.calibrate(_CALIBRATION_TOKENS)
         before = requests.stats
-        ours = Candidate(work.decode, work.prepare)
-        times = time_in_turns(
-            work.peers() | {options.device.type: ours},
-            options.num_steps,
-            device=options.device,
+        peers = work.peers()
+        case = timed_case(
+            "decode",
+            self._params() | ({"left_out": work.left_out} if work.left_out else {}),
+            peers | {options.device.type: Candidate(work.decode, work.prepare)},
+            options,
+            agrees=lambda: agrees,
             num_warmups=_WARMUPS,
         )
-        after = requests.stats
-        missed = after.miss_pages - before.miss_pages
-        selected = missed + after.hit_pages - before.hit_pages
-        on_cpu = options.device.type == "cpu"
-        parts = time_parts(requests, ours, options.num_steps) if on_cpu else {}
-        return Case(
-            name="decode",
-            params=self._params()
-            | {"miss_ratio": round(missed / selected, 4)}
-            | ({"left_out": work.left_out} if work.left_out else {}),
-            gate=gate,
-            results=[Result.of(impl, seconds) for impl, seconds in times.items()],
-            parts=parts,
-        )
-
-    def prepared(self, options: Options, num_steps: int) -> tuple[DecodeWorkload, str]:
-        """A workload that can decode ``num_steps``, with the requested misses, and its gate."""
-        self._check()
-        num_tokens = -(-num_steps // self.layers) + _CALIBRATION_TOKENS + 2
-        work = DecodeWorkload(self._make_requests(options, num_tokens), self.misses)
-        gate = "passed" if work.agrees() else "failed"
-        work.calibrate(_CALIBRATION_TOKENS)
-        return work, gate
+        case.params["miss_ratio"] = round(miss_ratio(before, requests.stats), 4)
+        return case
 
     def _check(self) -> None:
         size = self.page_size
@@ -133,6 +120,12 @@ class DecodeBench(ModelShape):
 
     def _params(self) -> dict[str, Any]:
         return self.reported("context", "budget", "batch") | {"algorithm": self.algorithm}
+
+
+def miss_ratio(before: CacheStats, after: CacheStats) -> float:
+    """Missing pages of the pages that were selected between two counts."""
+    missed = after.miss_pages - before.miss_pages
+    return missed / (missed + after.hit_pages - before.hit_pages)
 
 
 class DecodeWorkload:
@@ -203,9 +196,7 @@ class DecodeWorkload:
             for step in range(layers):
                 self.prepare(step)
                 self.decode(step)
-            after = self.requests.stats
-            missed = after.miss_pages - before.miss_pages
-            got = missed / (missed + after.hit_pages - before.hit_pages)
+            got = miss_ratio(before, self.requests.stats)
             if self._misses and token >= 4:
                 self._drift *= min(max((self._misses / max(got, 1e-3)) ** 0.5, 0.8), 1.25)
                 self._drift = min(self._drift, 1.0)

@@ -34,13 +34,10 @@ from hisparse.options import read_text
 from hisparse_bench.decode import DecodeBench
 from hisparse_bench.kernels import KernelsBench, KernelsReport
 from hisparse_bench.load.options import LoadOptions, read_recipe
-from hisparse_bench.lru_diff import LruDiffBench
 from hisparse_bench.options import Options, device_of, dtype_of, flags_of
-from hisparse_bench.prefill import PrefillBench
+from hisparse_bench.overlap import PrefillBench, StepBench
 from hisparse_bench.report import Report
-from hisparse_bench.step import StepBench
-from hisparse_bench.swap_in import SwapInBench
-from hisparse_bench.transfer import TransferBench
+from hisparse_bench.residency import LruDiffBench, SwapInBench, TransferBench
 
 #: Benchmarks of kernels and of parts of a step; the fields of a class are its flags.
 _BENCHES: Final[dict[str, tuple[type[Any], str]]] = {
@@ -206,9 +203,8 @@ def _run_serve(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequence[Any]) -> int:
-    from hisparse_bench.load.bench import LoadBench
+    from hisparse_bench.load.bench import LoadBench, Status
     from hisparse_bench.load.report import LoadReport
-    from hisparse_bench.load.running import Status
 
     started, benches, finished = time.monotonic(), [], False
     try:

@@ -133,10 +133,9 @@ def trace_figure(traces: Sequence[Line]) -> Figure:
     """
     styles = make_styles(map(str, range(len(traces))))
     for style, about in zip(styles.values(), traces, strict=True):
-        source = "MADE UP, by no model" if about["source"] == "made up" else about["note"]
         budget = about["settings"].get("budget", "?")
-        label = f"{about['algorithm']}, budget {budget}, context {about['context'][0]:,}: {source}"
-        style["label"] = label[:120]
+        label = f"{about['algorithm']}, budget {budget}, context {about['context'][0]:,}: "
+        style["label"] = (label + about["note"])[:120]
     panels = []
     for title, name, scale in (
         ("Selected pages in a buffer of this size, percent", "hit_ratio", 100),

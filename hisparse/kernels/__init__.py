@@ -13,7 +13,6 @@ from hisparse.kernels.indices import *
 from hisparse.kernels.keys.op import *
 from hisparse.kernels.lru.op import *
 from hisparse.kernels.quantize.op import *
-from hisparse.kernels.replay.op import *
 from hisparse.kernels.rows.op import *
 from hisparse.kernels.select.op import *
 from hisparse.kernels.sketch.op import *

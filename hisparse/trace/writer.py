@@ -14,13 +14,12 @@ from torch import Tensor
 from hisparse.errors import ConfigError, one_line
 from hisparse.private_files import open_private
 from hisparse.trace.format import (
-    DONE,
-    HEAD,
     MAGIC,
     STEP,
     TraceEnd,
     TraceHeader,
     Visits,
+    encode_about,
     encode_chunk,
     encode_steps,
     visits_that_fit,
@@ -77,7 +76,7 @@ class TraceWriter:
         self._header, self._max_bytes = header, max_bytes
         self.path, self._file = _create(path)
         self._num_bytes = 0
-        self._write(MAGIC + encode_chunk(HEAD, header.to_json()))
+        self._write(MAGIC + encode_about(header))
         self._stopped: str | None = None
         # Steps that were refused or taken by `put`, and those that the thread has written.
         self._refused = self._taken = self._written = 0
@@ -151,7 +150,7 @@ class TraceWriter:
                     self._write_steps(steps)
                 self._idle.set()
             end = TraceEnd(dropped_steps=self.dropped_steps, reason=self._stopped or "closed")
-            self._write(encode_chunk(DONE, end.to_json()))
+            self._write(encode_about(end))
         except Exception as error:
             # The disk or memory is full, or the device failed, which the forward reports.
             self._stop(f"the trace cannot be written: {one_line(error)}")

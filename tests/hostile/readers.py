@@ -17,14 +17,21 @@ from hisparse.eval.report import read_result, write_reports
 from hisparse.eval.results import Records
 from hisparse.options import read_text
 from hisparse.storage import FileStore, Namespace
-from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
-from hisparse.trace.prefix import convert_sglang, make_up_sessions, read_prefix, write_prefix
-from hisparse.trace.prefix_replay import replay_prefix
-from hisparse.trace.synthetic import MadeUpTrace
+from hisparse.trace import SelectionTrace, adjacent_overlap, replay_hits
+from hisparse.trace.prefix import (
+    PrefixRequest,
+    PrefixTrace,
+    convert_sglang,
+    read_prefix,
+    replay_prefix,
+    write_prefix,
+)
+from hisparse.trace.replay import least_buffer
 from scripts import make_plots
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
+from tests.trace.made import write_trace
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -82,21 +89,20 @@ def _records() -> Reader:
 
 
 def _trace(folder: Path) -> Reader:
-    made = MadeUpTrace(context=600, budget=128, overlap=0.8, steps=20, layers=2, requests=2)
-    content = made.write(folder / "made.trace").read_bytes()
+    content = write_trace(folder / "made.trace", requests=2).read_bytes()
 
     def read(path: Path) -> None:
         with SelectionTrace(path) as trace:
             adjacent_overlap(trace)
-            curve = lru_curve(trace)
-            policy_hits(trace, "lru", [curve.least_tokens])
+            replay_hits(trace, "lru", [least_buffer(trace)])
 
     # Not every change must be refused: a file that ends early is that of a killed process.
     return _reader("trace", content, read)
 
 
 def _prefixes(folder: Path) -> list[Reader]:
-    made = make_up_sessions(requests=20, turns=3, zipf=1.0, context=1024, seed=0)
+    requests = [PrefixRequest(1e3 * i, 1024, 8, (i // 3, 100 + i), 512) for i in range(20)]
+    made = PrefixTrace(source="recorded", note="", block_size=512, requests=requests)
     write_prefix(folder / "made.jsonl", made)
     parameters = json.dumps({"input_ids": list(range(200))})
     exported = {"request_parameters": parameters, "completion_tokens": 3, "cached_tokens": 64}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,10 @@ import torch
 from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
 from hisparse.trace import SelectionTrace
-from hisparse.trace.format import TraceHeader
 from hisparse.trace.writer import RecordedStep, TraceWriter
+from tests.trace.made import HEADER
 
-HEADER = TraceHeader(
-    source="recorded",
-    note="",
-    algorithm="quest",
-    scope="layer",
-    page_size=16,
-    page_bytes=64,
-    heads=1,
-    max_pages=8,
-    layers=(0, 1),
-    attended_by=(1, 1),
-)
+HEADER = replace(HEADER, heads=1, max_pages=8)
 
 
 def step_of(seq_len: int, visits: int) -> RecordedStep:

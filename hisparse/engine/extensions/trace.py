@@ -82,7 +82,6 @@ class Trace(Extension):
         layers = [x for x in range(policy.kv.num_layers) if modes.selects(x)]
         path = Path(options.path).expanduser()
         header = TraceHeader(
-            source="recorded",
             note=options.note,
             algorithm=context.config.algorithm,
             scope=policy.scope,
