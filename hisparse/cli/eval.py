@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import sys
 from collections.abc import Sequence
@@ -41,10 +42,7 @@ def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     text = "measure what sparse attention costs in quality on a real model"
     parser = add_command(commands, "eval", text, _run)
-
-    def add(*flag: Any, **options: Any) -> None:
-        add_flag(parser, *flag, **options)
-
+    add = functools.partial(add_flag, parser)
     repeated: dict[str, Any] = {"action": "append", "default": []}
     add("--model", model, "the model", "smollm2-135m")
     add("--algorithm", names, "algorithms", _ALGORITHMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -38,10 +39,7 @@ def add_parser(commands: Any) -> None:
         "estimate the time per token"
     )
     parser = add_command(commands, "plan", text, _run)
-
-    def add(*flag: Any, **options: Any) -> None:
-        add_flag(parser, *flag, **options)
-
+    add = functools.partial(add_flag, parser)
     add("--model", model, "the model; only its configuration is read", "smollm2-135m")
     text = "tokens of a request, prompt and answer (the longest that the model supports)"
     add("--context", numbers, text, [])

@@ -91,6 +91,11 @@ def test_a_right_answer_is_seen_as_right(net: Any) -> None:
     assert found[2].correct == [True] * 5
 
 
+@pytest.fixture(autouse=True)
+def few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hisparse.eval.documents._MAX_QUESTIONS", 3)
+
+
 def evaluation(folder: Path, methods: list[Method], **changes: Any) -> Evaluation:
     settings: dict[str, Any] = {
         "model": model("llama"),
