@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hisparse.algorithms import ALGORITHMS
+from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.options import StorageOptions, meanings
 from hisparse.registry import Registry
@@ -99,19 +99,21 @@ def _algorithms() -> Iterator[str]:
     yield "## Options of algorithms"
     yield (
         "Options go into `algorithm_config`. [algorithms.md](algorithms.md) says how each one "
-        "selects.\nPlug-ins can add more: `hisparse algorithms` lists all that are installed."
+        "selects.\nPlug-ins can add more: `hisparse algorithms` lists all that are installed. "
+        "Each can do all selection scopes, `kv_head` by default, unless it says otherwise."
     )
     for name, cls in _built_in(ALGORITHMS):
         yield f"### `{name}`"
         yield _first_paragraph(inspect.getdoc(cls) or "")
         paper = re.search(r"https://\S+", import_module(cls.__module__).__doc__ or "")
-        sizes = cls.page_sizes
+        sizes, scopes = cls.page_sizes, ", ".join(f"`{scope}`" for scope in cls.scopes)
         notes = [
             *([f"Paper: <{paper[0]}>."] if paper else []),
-            f"Selection scopes, best first: {', '.join(f'`{s}`' for s in cls.scopes)}.",
+            *([f"Selection scopes: {scopes}."] if cls.scopes != BaseSparseAlgorithm.scopes else []),
             *([f"Needs `page_size` {' or '.join(map(str, sizes))}."] if sizes else []),
         ]
-        yield " ".join(notes)
+        if notes:
+            yield " ".join(notes)
         options = [f for f in fields(cls) if f.init]
         yield _options_table("option", cls, options) if options else "No options."
 

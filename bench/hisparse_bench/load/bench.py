@@ -90,7 +90,7 @@ class LoadBench:
     """
 
     def __init__(self, options: LoadOptions, status: Status) -> None:
-        self.cases: list[Case] = []
+        self._cases: list[Case] = []
         self._status = status
         #: Forks the servers on a CPU, where most of a start is imports.
         self._forks: ForkServer | None = None
@@ -109,7 +109,16 @@ class LoadBench:
             options = replace(options, requests=len(self._requests(0)))
         self._options = options
         self._contenders = [] if options.url else contenders(options, self._model)
+        #: Environment variables of the servers.
+        self._environment = {}
+        if options.device == "cpu":
+            self._environment = ServerProcess.cpu_environment(options.num_threads)
         self._check = Check(options, {x: self._checked(x) for x in self._contexts}, status.say)
+
+    @property
+    def cases(self) -> list[Case]:
+        """Those that failed or have a result."""
+        return [x for x in self._cases if x.results or x.params["failures"] or x.gate == "failed"]
 
     @property
     def device(self) -> str:
@@ -155,10 +164,8 @@ class LoadBench:
             cells = [(context, load) for context in contexts for load in self._options.loads]
             compared = self._options.quality
             cases = [self._case(device_bytes, *cell, failure, compared=compared) for cell in cells]
-            if failure is not None:
-                self.cases += cases
-                continue
-            for contender in self._contenders:
+            self._cases += cases
+            for contender in self._contenders if failure is None else ():
                 self._measure(contender, device_bytes, cells, cases, folder)
 
     def _memories(self) -> Iterator[tuple[int, Sequence[int]]]:
@@ -207,7 +214,7 @@ class LoadBench:
         for context in self._contexts:
             for load in self._options.loads:
                 case = self._case(None, context, load, failure, compared=compared)
-                self.cases.append(case)
+                self._cases.append(case)
                 for i, server in enumerate(servers if failure is None else ()):
                     key = server.url if i and compared else None
                     self._load_case(case, server, server.url, key, context, load)
@@ -280,7 +287,7 @@ class LoadBench:
         cases: Sequence[Case],
         folder: Path,
     ) -> None:
-        """All loads on one server; a case appears in the report with its first result."""
+        """All loads on one server."""
         flags = contender.flags(device_bytes, self._pool_tokens(cells))
         with ExitStack() as stack:
             try:
@@ -291,14 +298,12 @@ class LoadBench:
                 self._status.show(why := f"did not start: {reason(error)}")
                 for case in cases:
                     case.params["failures"][contender.name] = why
-                    self._add(case)
                 return
             self._warm_up(server, cells[0][0])
             compared = self._options.quality and contender.algorithm != DENSE
             key = contender.algorithm if compared else None
             for (context, load), case in zip(cells, cases, strict=True):
                 self._load_case(case, server, contender.name, key, context, load)
-                self._add(case)
 
     def _load_case(
         self,
@@ -331,10 +336,6 @@ class LoadBench:
         ids = self._requests(context, 1)[0].ids
         with suppress(*BROKEN):  # It may not fit; a load says more.
             server.generate([ids[: (self._budget or 0) + _WARM_UP]], 8)
-
-    def _add(self, case: Case) -> None:
-        if all(case is not known for known in self.cases):
-            self.cases.append(case)
 
     def _pool_tokens(self, cells: Sequence[tuple[int, dict[str, float]]]) -> int:
         """Tokens of all requests that run at once."""
@@ -393,13 +394,6 @@ class LoadBench:
         with ServerProcess(self._model.folder, log, flags, self._forks) as server:
             server.start(self._environment)
             yield server
-
-    @property
-    def _environment(self) -> dict[str, str]:
-        """Environment variables of the servers."""
-        options = self._options
-        on_cpu = options.device == "cpu"
-        return ServerProcess.cpu_environment(options.num_threads) if on_cpu else {}
 
 
 def _tokens(request: Request) -> int:
