@@ -18,7 +18,7 @@ from hisparse.memory.host import free_host_memory
 from hisparse.plan.estimate import GPUS, estimate_token
 from hisparse.plan.fit import Capacity, Machine, divide_layers, fit, refuse
 from hisparse.sglang import features
-from hisparse.sglang.start import Start
+from hisparse.sglang.features.base import Start
 from hisparse.units import format_bytes, resolve_memory
 
 #: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
