@@ -148,7 +148,7 @@ def _metrics() -> Iterator[tuple[str, str, str]]:
             yield f"{name}_total", f"`{extension}`", text
     for name, text in tables["LAYER_COUNTERS"].items():
         yield f"{name}_total", "`layer_metrics`", text
-    for name, text in _dictionaries("features/storage/state")["COUNTERS"].items():
+    for name, text in _dictionaries("features/storage/calls")["COUNTERS"].items():
         yield f"{name}_total", "`storage`", text
     for name, text in tables["GAUGES"].items():
         yield name, "", text

@@ -352,10 +352,11 @@ class DecodeStep:
         full = rows.view(len(page), -1)[:, 0]
         return rows, torch.where(full, page, 0).long()
 
-    def begin_layer(self, indexer: IndexerInputs | None) -> None:
-        """Take what the model's indexer says of the whole batch in one layer, if anything."""
-        if indexer is not None:
-            self.cache.indexer = indexer if self.index is None else indexer.take(self.index)
+    def use_indexer(self, indexer: IndexerInputs) -> None:
+        """Take the inputs of the whole batch in the layer that begins, for the parts too."""
+        for part in (self, self.last, self.by_mode.get("sparse")):
+            if part is not None:
+                part.cache.indexer = indexer if part.index is None else indexer.take(part.index)
 
     def take(self, places: np.ndarray) -> DecodeStep:
         """The requests at ``places [n] int64`` of the step."""

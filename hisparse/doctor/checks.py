@@ -20,7 +20,7 @@ from hisparse.cache.page_lock import memlock_limit
 from hisparse.config import HiSparseConfig
 from hisparse.errors import CapacityError, one_line
 from hisparse.memory.host import free_host_memory
-from hisparse.sglang import names
+from hisparse.sglang import install
 from hisparse.units import format_bytes, resolve_memory
 
 Status = Literal["ok", "warning", "error"]
@@ -82,7 +82,7 @@ def torch_version() -> list[Finding]:
     message = f"{torch.__version__} ({kind})"
     wanted = sglang_pin("torch")
     if wanted and wanted != torch.__version__.partition("+")[0]:
-        message += f"; sglang {names.installed_release()} asks for torch {wanted}"
+        message += f"; sglang {install.installed_release()} asks for torch {wanted}"
         if torch.version.cuda:
             remedy = f"its CUDA kernels are built for that torch: pip install torch=={wanted}"
             return _warning("torch", message, remedy)
@@ -101,11 +101,11 @@ def sglang_pin(package: str) -> str | None:
 
 def sglang_version() -> list[Finding]:
     """Whether the installed SGLang is the release that hisparse supports."""
-    found = names.installed_release()
-    if found is not None and names.is_supported(found):
+    found = install.installed_release()
+    if found is not None and install.is_supported(found):
         return _ok("sglang", f"{found}, the supported release")
-    message = f"got {found or 'none'}, expected {names.RELEASE}"
-    return _error("sglang", message, f"pip install sglang=={names.RELEASE}")
+    message = f"got {found or 'none'}, expected {install.RELEASE}"
+    return _error("sglang", message, f"pip install sglang=={install.RELEASE}")
 
 
 def plugin_visible() -> list[Finding]:
@@ -139,9 +139,9 @@ _TIMEOUT_S = 120
 
 def hooks() -> list[Finding]:
     """Load the plug-in as SGLang does, in a process of its own."""
-    found_release = names.installed_release()
-    if found_release is None or not names.is_supported(found_release):
-        return _warning("hooks", f"not checked: sglang {names.RELEASE} is not installed")
+    found_release = install.installed_release()
+    if found_release is None or not install.is_supported(found_release):
+        return _warning("hooks", f"not checked: sglang {install.RELEASE} is not installed")
     import torch
 
     environment = os.environ | {"SGLANG_PLUGINS": "hisparse", "OMP_NUM_THREADS": "1"}
@@ -168,12 +168,12 @@ def _packages() -> str:
     """Remedy: the versions of torch and transformers that the installed SGLang pins."""
     pins = ((name, sglang_pin(name)) for name in ("torch", "transformers"))
     wanted = " and ".join(f"{name} {pin}" for name, pin in pins if pin)
-    asks = f"install what sglang {names.installed_release()} asks for"
+    asks = f"install what sglang {install.installed_release()} asks for"
     return f"{asks}: {wanted}" if wanted else asks
 
 
 def _broken(problems: Sequence[str]) -> list[Finding]:
-    remedy = f"install sglang {names.RELEASE}, complete"
+    remedy = f"install sglang {install.RELEASE}, complete"
     return [finding for problem in problems for finding in _error("hooks", problem, remedy)]
 
 

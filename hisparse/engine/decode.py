@@ -68,6 +68,8 @@ class DecodeLayer:
 
         ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
         """
+        if indexer is not None:
+            step.use_indexer(indexer)
         with self._serial:
             if self._before_layer and "sparse" in step.by_mode:
                 for extension in self._before_layer:
@@ -76,16 +78,15 @@ class DecodeLayer:
         by_mode = self._modes.of_layer(layer_id, step)
         if len(by_mode) == 1:
             ((mode, part),) = by_mode.items()
-            out = self._attend_in(mode, layer_id, part, q, indexer, sinks)
+            out = self._attend_in(mode, layer_id, part, q, sinks)
         else:
             out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim)
             for mode, part in by_mode.items():
                 own = q[part.index]
-                out[part.index] = self._attend_in(mode, layer_id, part, own, indexer, sinks)
+                out[part.index] = self._attend_in(mode, layer_id, part, own, sinks)
         last = step.last or step
         if last.filled is not None:
             with self._serial:
-                last.begin_layer(indexer)
                 self._finish(layer_id, last, *last.filled)
         return out
 
@@ -95,7 +96,6 @@ class DecodeLayer:
         layer_id: int,
         step: DecodeStep,
         q: Tensor,
-        indexer: IndexerInputs | None,
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention of the requests in one mode: ``q [B, Hq, D]`` -> ``[B, Hq, Dv]``."""
@@ -103,7 +103,6 @@ class DecodeLayer:
             return self._attend_streamed(layer_id, q, step, sinks).to(q.dtype)
         selection = None
         if mode == "sparse":
-            step.begin_layer(indexer)
             selection = self._select(layer_id, q, step)  # score, select
         queries = q.reshape(-1, self._policy.kv.num_q_heads // self._policy.heads, q.shape[-1])
         with self._serial:

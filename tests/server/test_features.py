@@ -38,7 +38,6 @@ SERVED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 #: Features without which the same start is served, and lacks something.
 OPTIONAL: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "prometheus": (("--enable-metrics",), {}),
-    "swap": ((), {"storage": {"path": "/somewhere"}}),
 }
 
 

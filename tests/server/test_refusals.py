@@ -15,7 +15,7 @@ from tiny_models import INDEX_TOP_K, tiny_model
 
 from hisparse.errors import ConfigError
 from hisparse.sglang.features import IN_USE
-from hisparse.sglang.features.storage.setup import check_told_apart
+from hisparse.sglang.features.storage import check_told_apart
 from scripts.model_families import FAMILIES
 
 #: SGLang warns while it is imported.

@@ -258,17 +258,17 @@ def test_a_server_that_ends_in_mid_offload_and_damaged_extents(
 HANGING = """
     import os, time
 
-    from hisparse.sglang.features.storage import file_storage
+    from hisparse.storage import FileStore
 
     def install() -> None:
-        get = file_storage.FileStorage.batch_get
+        get = FileStore.get
 
         def slow(self, *args, **options):
             while os.path.exists(os.environ["HANG_WHILE"]):
                 time.sleep(0.05)
             return get(self, *args, **options)
 
-        file_storage.FileStorage.batch_get = slow
+        FileStore.get = slow
 """
 
 

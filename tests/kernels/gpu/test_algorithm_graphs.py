@@ -98,7 +98,7 @@ def make_step(name: str, device: str) -> DecodeStep:
         num_real_rows=torch.full((1,), len(rows), dtype=torch.int32, device=device),
     )
     shapes = (BATCH, 4, 32), (BATCH, 32), (BATCH, 4)
-    step.begin_layer(IndexerInputs(*(torch.randn(x, device=device) for x in shapes)))
+    step.use_indexer(IndexerInputs(*(torch.randn(x, device=device) for x in shapes)))
     return step
 
 

@@ -1,4 +1,4 @@
-"""Keeps pages of retracted requests in a store until their requests come back."""
+"""Retracted requests: their pages go to the store, and come back from there with them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import math
 import secrets
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.utils import get_storage_hash_str
 from torch import Tensor
 
 from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.errors import one_line
+from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.calls import Workers
-from hisparse.sglang.features.storage.load import PageLoader
 from hisparse.sglang.features.storage.records import RecordStore
+from hisparse.sglang.features.storage.transfers import PageLoader
+from hisparse.sglang.session import ServerSession, current_state
 
 logger = logging.getLogger("hisparse")
 
@@ -58,11 +58,8 @@ class RequestSwap:
     """
 
     def __init__(self, records: RecordStore, exact: ShareablePages, threads: int) -> None:
-        self._storage = records.storage
-        self._format = records.form
-        self._buffer = records.buffer
-        self._health = records.health
-        self._counters = records.counters
+        self._records = records
+        self._health, self._counters = records.health, records.counters
         self._exact = exact
         self._loader = PageLoader(records, threads)
         # One thread: pages are removed after late calls have written them.
@@ -169,29 +166,19 @@ class RequestSwap:
 
     def _write(self, names: Sequence[str], pages: Tensor) -> bool:
         """Copy pages out of the KV pool, and write them; whether all are stored, and in time."""
-        keys, rows = self._storage.keys(names), self._buffer.block_rows
-        limit_s = self._health.limit_s(len(keys) * self._format.record_bytes)
+        records, keys = self._records, self._records.keys(names)
+        limit_s = self._health.limit_s(len(keys) * records.form.record_bytes)
         end, calls = time.monotonic() + limit_s, list[Future[bool]]()
-        for first in range(0, len(keys), rows):
+        for part, part_pages in records.blocks(keys, pages):
             # Loads need blocks too, also while the store hangs.
             if len(calls) > 1 and self._health.result(calls[-2], end, limit_s) is not True:
                 return False
-            block = self._buffer.take(max(0.0, end - time.monotonic()))
+            block = records.storage.buffer.take(max(0.0, end - time.monotonic()))
             if block is None:
                 return False
-            part = keys[first : first + rows]
-            used, per_record = self._buffer.rows(block, len(part)), self._format.pages_per_record
-            data = self._buffer.data[used.start : used.stop, : self._format.record_bytes]
-            self._format.read(pages[first * per_record : (first + rows) * per_record], data)
-            calls.append(self._workers.submit(partial(self._put, part, used, block)))
+            records.copy_from_pool(part_pages, block)
+            calls.append(self._workers.submit(partial(records.put, part, block)))
         return all(self._health.result(call, end, limit_s) is True for call in calls)
-
-    def _put(self, keys: Sequence[str], rows: range, block: int) -> bool:
-        # A call that is late keeps the block until it ends.
-        try:
-            return self._storage.put(keys, rows)
-        finally:
-            self._buffer.give(block)
 
     def _end(self, rid: str, swapped: _Swapped) -> None:
         """Remove the pages of a request that is gone, unless they have left or changed hands."""
@@ -203,11 +190,14 @@ class RequestSwap:
         """Remove what killed servers have left, at most once in an hour."""
         if time.monotonic() - self._cleaned_at > _CLEANING_S:
             self._cleaned_at = time.monotonic()
-            self._run_later(lambda: self._storage.remove_unused(_ABANDONED_S))
+            records = self._records
+            assert records.namespace is not None, "that of swapped pages"
+            namespace = records.namespace
+            self._run_later(lambda: records.storage.remove_unused(namespace, _ABANDONED_S))
 
     def _remove(self, swapped: _Swapped) -> None:
-        keys = self._storage.keys(swapped.names)
-        self._run_later(lambda: self._storage.remove(keys))
+        keys = self._records.keys(swapped.names)
+        self._run_later(lambda: self._records.storage.remove(keys))
 
     def _run_later(self, task: Any) -> None:
         """Run a call of which nobody needs the result."""
@@ -221,58 +211,95 @@ class RequestSwap:
             logger.warning("hisparse: storage: pages were not removed: %s", one_line(error))
 
 
-@dataclass(frozen=True)
-class RetractedPages:
-    """The whole pages of a running request that the radix cache does not hold.
+@dataclass(frozen=True, kw_only=True)
+class _SwapOut:
+    """Writes the pages of retracted requests.
 
     Attributes:
-        request: SGLang's ``Req``.
-        first: number of the first page.
-        end: number of the page after the last one.
-        page_tokens: tokens of a page.
+        session: of this rank.
+        linker: the store's.
+        swap: keeps pages until their request comes back.
+        min_tokens: least tokens of a request that is kept.
     """
 
-    request: Any
-    first: int
-    end: int
-    page_tokens: int
+    session: ServerSession
+    linker: Any
+    swap: RequestSwap
+    min_tokens: int
 
-    @classmethod
-    def of(cls, request: Any, page_tokens: int) -> RetractedPages:
-        """Those of a request; none if it would compute its prompt all the same.
+    def write(self, request: Any) -> None:
+        """Write the pages of SGLang's ``Req`` that the radix cache does not hold.
 
         Args:
-            request: SGLang's ``Req``, which still has its host slots.
-            page_tokens: tokens of a page of SGLang.
+            request: still has its host slots.
         """
-        kv = request.kv
+        linker = self.linker
+        # A forward of it failed, or its K and V do not follow from its tokens: it starts over.
+        starts_over = request.skip_radix_cache_insert or request.input_embeds is not None
+        if linker.rests() or starts_over:
+            return
+        kv, size = request.kv, linker.form.page_tokens
+        tokens = request.origin_input_ids + request.output_ids
         # The last token's K and V may be in the works, and its query is needed anyway.
-        known = len(request.origin_input_ids) + len(request.output_ids) - 1
-        first, end = kv.cache_protected_len // page_tokens, min(kv.kv_committed_len, known)
-        starts_over = (
-            # A forward of it failed, or its K and V do not follow from its tokens.
-            request.skip_radix_cache_insert or request.input_embeds is not None
+        first = kv.cache_protected_len // size
+        end = min(kv.kv_committed_len, len(tokens) - 1) // size
+        if (end - first) * size < max(1, self.min_tokens):
+            return
+        table = self.session.req_to_token_pool.req_to_token
+        pages = linker.form.host_pages(table[kv.req_pool_idx, first * size : end * size])
+        hashes, ready = _hashes(request, tokens, size), linker.record_offload_ready()
+        kept = self.swap.swap_out(request, hashes[first:end], pages, ready)
+        # Until all ranks have read them, none goes on and writes to the pages of a common pool.
+        if not linker.ranks.all_of(kept):
+            self.swap.drop(request.rid)
+
+
+def _hashes(request: Any, tokens: Any, page_tokens: int) -> list[str]:
+    """SGLang's hash of each whole page of tokens: of its own, and of all before them."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    whole = tokens[: len(tokens) // page_tokens * page_tokens]
+    key = RadixKey(whole, request.extra_key, cache_salt=request.cache_salt)
+    return list(get_storage_hash_str(key, page_size=page_tokens))
+
+
+def around_release_req(
+    original: Callable[..., bool], *, req: Any, offload_kv: bool = True, **others: Any
+) -> bool:
+    """Offer the pages of a retracted request to the storage, before SGLang frees them.
+
+    SGLang clears ``offload_kv`` for a request that does not come back, or that it pauses while
+    weights change.
+    """
+    swap = current_state(_SwapOut)
+    if swap is not None and offload_kv:
+        swap.write(req)
+    return original(req=req, offload_kv=offload_kv, **others)
+
+
+def connect_swap(
+    session: ServerSession, linker: Any, options: StorageOptions
+) -> RequestSwap | None:
+    """Let the store keep pages of single requests, which only these requests load.
+
+    They are in a namespace of their own; the names in it are those of one server.
+
+    Returns:
+        What finds and loads them; None: retracted requests are computed.
+    """
+    if options.swap_min_tokens is None:
+        return None
+    records = linker.records
+    if not records.storage.can_remove:
+        logger.info(
+            "hisparse: storage: backend %s does not remove pages; retracted requests are computed",
+            options.backend,
         )
-        return cls(request, first, first if starts_over else end // page_tokens, page_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the pages."""
-        return max(0, self.end - self.first) * self.page_tokens
-
-    def slots(self, req_to_token: Tensor) -> Tensor:
-        """``[num_tokens] int32`` host slots.
-
-        Args:
-            req_to_token: ``[request slots, tokens] int32``, host slots of SGLang's requests.
-        """
-        first, end = self.first * self.page_tokens, self.end * self.page_tokens
-        return req_to_token[self.request.kv.req_pool_idx, first:end]
-
-    def hashes(self) -> list[str]:
-        """SGLang's hash of each page: of its tokens, and of all before them."""
-        request = self.request
-        tokens = (request.origin_input_ids + request.output_ids)[: self.end * self.page_tokens]
-        key = RadixKey(tokens, request.extra_key, cache_salt=request.cache_salt)
-        hashes = get_storage_hash_str(key, page_size=self.page_tokens)
-        return list(hashes[self.first :])
+        return None
+    own = replace(records.namespace, model="retracted requests")
+    swap = RequestSwap(records.within(own), linker.exact, options.threads)
+    session.add(
+        _SwapOut(session=session, linker=linker, swap=swap, min_tokens=options.swap_min_tokens)
+    )
+    return swap

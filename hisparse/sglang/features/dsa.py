@@ -14,11 +14,10 @@ from torch import Tensor
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.sglang.features.base import Feature
-from hisparse.sglang.model_shape import find_indexers, name_of
-from hisparse.sglang.names import is_requested
+from hisparse.sglang.features.base import INDEXER, WITH_INDEXER, Feature
+from hisparse.sglang.install import is_requested
+from hisparse.sglang.models import find_indexers, name_of
 from hisparse.sglang.session import ServerSession
-from hisparse.sglang.start import INDEXER, WITH_INDEXER
 from hisparse.types import IndexerInputs
 
 __all__ = ["DeepSeekIndexer", "RowwiseInputs", "around_compute_indexer_cell_size"]
@@ -151,7 +150,7 @@ class DeepSeekIndexer(Feature):
         """Pools of latents without index keys."""
         if kind != "dsa":
             return None
-        from hisparse.sglang.features.dsa.pools import DraftDSAPool, HiSparseDSAPool
+        from hisparse.sglang.kv_pool import DraftDSAPool, HiSparseDSAPool
 
         return DraftDSAPool if is_draft else HiSparseDSAPool
 
