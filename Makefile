@@ -101,7 +101,7 @@ test-faults: setup
 		tests/server/test_http.py tests/kernels/test_build_faults.py tests/cache/test_allocate.py \
 		tests/eval/test_eval_full_disk.py tests/memory/test_memory.py \
 		tests/storage/test_lost_pages.py tests/storage/test_killed_writers.py \
-		tests/storage/test_damaged_extents.py tests/storage/test_eviction.py \
+		tests/storage/test_eviction.py \
 		tests/storage/test_lost_index.py tests/storage/test_random_faults.py \
 		tests/sglang/test_storage_faults.py tests/sglang/test_storage_injected.py \
 		tests/server/test_served_storage_faults.py tests/server/test_served_swap.py

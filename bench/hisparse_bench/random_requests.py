@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -53,7 +51,6 @@ class RandomRequests:
         staging_pages: pages of a staging tile.
         reuse_layers: layers that share a selection.
         overlap: whether transfers run beside compute.
-        extensions: options of the enabled extensions, by name.
     """
 
     kv: KVSpec
@@ -69,7 +66,6 @@ class RandomRequests:
     staging_pages: int = 16
     reuse_layers: int = 1
     overlap: bool = False
-    extensions: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -86,7 +82,6 @@ class RandomRequests:
             # A model with an indexer attends what it selects, and nothing else.
             num_sink_pages=0 if kv.index_head_dim else HiSparseConfig.num_sink_pages,
             num_recent_pages=0 if kv.index_head_dim else HiSparseConfig.num_recent_pages,
-            extensions=self.extensions,
         )
         algorithm = self._make_algorithm(config)
         pin = self.device.type == "cuda"

@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # An error in the model's configuration is one line of ours, without warnings before it.
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    from hisparse.transformers.model_shape import read_model_config
+    from hisparse.model_config import read_model_config
 
     asked = rows.Asked(
         **{field.name: getattr(arguments, field.name) for field in fields(rows.Asked)}

@@ -56,14 +56,11 @@ def add_parser(commands: Any) -> None:
     add_flag(which, "--unused-days", _DAYS, "pages that nobody wrote or read for so many days")
 
 
-def _open(arguments: argparse.Namespace, size: str | None = None) -> FileStore:
+def _open(arguments: argparse.Namespace) -> FileStore:
     # Other commands do without the packages that a store needs.
     from hisparse.storage import FileStore
 
-    num_bytes = None if size is None else parse_memory("--size", size)
-    if isinstance(num_bytes, float):
-        raise ConfigError(f"--size: got {size!r}, expected a size such as 100GiB")
-    return FileStore(arguments.path, num_bytes, low_water=1, high_water=1, create=False)
+    return FileStore(arguments.path, create=False)
 
 
 def _print(arguments: argparse.Namespace, found: dict[str, Any], lines: list[str]) -> None:
@@ -116,14 +113,21 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    with _open(arguments, arguments.size) as store:
-        return _report_collection(arguments, store, arguments.live_ratio)
+    size = None if arguments.size is None else parse_memory("--size", arguments.size)
+    if isinstance(size, float):
+        raise ConfigError(f"--size: got {arguments.size!r}, expected a size such as 100GiB")
+    with _open(arguments) as store:
+        return _report_collection(arguments, store, arguments.live_ratio, size=size)
 
 
 def _report_collection(
-    arguments: argparse.Namespace, store: FileStore, live_ratio: float, removed: int = 0
+    arguments: argparse.Namespace,
+    store: FileStore,
+    live_ratio: float,
+    removed: int = 0,
+    size: int | None = None,
 ) -> int:
-    given_back = store.collect(live_ratio)
+    given_back = store.collect(live_ratio, size)
     evicted = store.counters["evicted"]
     left = store.describe()
     found = {"removed": removed, "evicted": evicted, "bytes": given_back, "pages": left.pages}

@@ -24,6 +24,7 @@ from hisparse.eval.results import RecordKey, Records
 from hisparse.eval.selection_stats import SelectionStats
 from hisparse.eval.texts import TEXTS, read_text
 from hisparse.memory.host import free_host_memory
+from hisparse.model_config import read_model_shape
 
 #: Fraction of free memory for the device pages of all rows.
 _FREE_FRACTION = 0.25
@@ -31,8 +32,6 @@ _FREE_FRACTION = 0.25
 
 def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
     """The configuration with the fewest device pages that give the same selections."""
-    from hisparse.transformers.model_shape import read_model_shape
-
     smallest = config.budget
     if build_algorithm(config).variable_lengths:
         smallest = config.min_row_tokens
@@ -44,8 +43,6 @@ def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
 
 def rows_that_fit(model: Any, config: HiSparseConfig) -> int:
     """How many rows' device pages fit into memory, at least 1."""
-    from hisparse.transformers.model_shape import read_model_shape
-
     spec, _ = read_model_shape(model, config.page_size)
     heads = spec.selection_heads(choose_scope(config, format_of(spec)))
     # With a selection per query head, each query head has its own copy of its KV head's pages.

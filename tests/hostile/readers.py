@@ -30,7 +30,7 @@ from hisparse.trace.replay import least_buffer
 from scripts import make_plots
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read
 from tests.trace.made import write_trace
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -133,7 +133,7 @@ def store_readers(folder: Path) -> list[Reader]:
             store.verify()
             found = read(store, keys)
             assert store.find(NAMESPACE, keys) == (*found, False).index(False)
-            assert store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
+            assert store.put(NAMESPACE, key_of(9), contents(key_of(9)))
             assert read(store, [key_of(9)]) == [True]
             store.describe()
             # Nothing that was found is lost when records are copied together.
@@ -153,7 +153,7 @@ def _storage_command(folder: Path, capture: Any) -> Reader:
     def read_words(path: Path) -> None:
         action, *flags = path.read_bytes().decode("utf-8", "replace").replace("\0", "0").split("\n")
         with FileStore(store) as opened:
-            opened.put(NAMESPACE, key_of(0), parts_of(key_of(0)))
+            opened.put(NAMESPACE, key_of(0), contents(key_of(0)))
         try:
             code: object = cli.main(["storage", action, str(store), *flags])
         except SystemExit as stopped:

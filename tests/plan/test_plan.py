@@ -29,9 +29,9 @@ from transformers import (
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.memory.sizing import size
+from hisparse.model_config import count_weight_bytes, shape_per_rank
 from hisparse.plan.fit import Capacity, Machine, fit
 from hisparse.sglang.server_args import read_config
-from hisparse.transformers.model_shape import count_weight_bytes, shape_per_rank
 from tests.command import Command
 from tests.shapes import LLAMA
 

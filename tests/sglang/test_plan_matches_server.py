@@ -21,9 +21,9 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors
 from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.sizing import Sizing, resize
+from hisparse.model_config import shape_per_rank
 from hisparse.plan.fit import Machine, divide_layers, fit
 from hisparse.sglang import features, hooks, ranks, session, setup
-from hisparse.transformers.model_shape import shape_per_rank
 
 GIB = 2**30
 CONFIG = LlamaConfig(

@@ -25,6 +25,7 @@ from hisparse.algorithms.sketch import Sketch
 from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
+from hisparse.model_config import rotary_frequencies
 from hisparse.sglang import session as session_module
 from hisparse.sglang.features.storage import around_request
 from hisparse.sglang.features.storage.key import (
@@ -37,7 +38,6 @@ from hisparse.sglang.features.storage.pages import FilePages, Keys, RecordBuffer
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.storage import FileStore, Namespace, page_keys
 from hisparse.storage.fingerprint import fingerprint, model_settings
-from hisparse.transformers.model_shape import rotary_frequencies
 from hisparse.types import AttentionRule
 from tests.server.tiny_models import tiny_model
 from tests.sizes import SWEEPS

@@ -33,12 +33,6 @@ ASKED = torch.cat([DOCUMENT, QUESTION])
 
 
 @pytest.fixture
-def net() -> Iterator[Any]:
-    yield model("llama")
-    disable(model("llama"))
-
-
-@pytest.fixture
 def db(net: Any, tmp_path: Path) -> Iterator[DB]:
     with DB(tmp_path / "store", net, SMALL, **SIZES) as made:
         yield made

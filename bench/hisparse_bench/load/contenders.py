@@ -63,7 +63,7 @@ class ServedModel:
         """
         from transformers import AutoTokenizer
 
-        from hisparse.transformers.model_shape import read_model_config, shape_per_rank, text_config
+        from hisparse.model_config import read_model_config, shape_per_rank, text_config
 
         if options.model == RANDOM_DSA:
             folder = make_random_dsa(say)

@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
+from hisparse.model_config import rotary_frequencies, text_config
 from hisparse.sglang.features.storage.calls import StorageCounters
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import ServerSession
@@ -169,8 +170,6 @@ def rope_differences(model: Any, config: Any) -> list[str]:
         A text for each layer with another table, or that rotates in another order of channels;
         usually none. Layers without a table of SGLang's are left out.
     """
-    from hisparse.transformers.model_shape import rotary_frequencies, text_config
-
     text, expected = text_config(config), dict(rotary_frequencies(config))
     types = getattr(text, "layer_types", None) or ()
     found, seen = [], {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol, overload
@@ -180,13 +179,11 @@ class FilePages(PageStorage):
             return self._damaged - before
 
     def put(self, keys: Keys, rows: Sequence[int]) -> bool:
-        bounds = list(pairwise(accumulate(keys.namespace.part_bytes, initial=0)))
-        stored = True
+        stored, size = True, keys.namespace.page_bytes
         for page, row in zip(keys.pages, rows, strict=True):
-            data = self.buffer.data[row].numpy().data
-            parts = [data[start:end] for start, end in bounds]
+            record = self.buffer.data[row].numpy().data[:size]
             # A page that is there already is not written.
-            if not self._store.put(keys.namespace, page, parts):
+            if not self._store.put(keys.namespace, page, record):
                 stored &= self._store.find(keys.namespace, [page]) == 1
         return stored
 

@@ -1,4 +1,7 @@
-"""Reads the shape of attention from a transformers model or its configuration."""
+"""What a model of transformers, or its configuration, says of shapes and rotary embeddings.
+
+Transformers itself is imported by the functions that need it.
+"""
 
 from __future__ import annotations
 
