@@ -33,6 +33,7 @@ def quality_figure(result: dict[str, Any]) -> Figure:
     if len(result["context"]) != 1:
         raise ConfigError(f"got contexts {result['context']}, expected a result with one context")
     methods = ("oracle", "sketch", "quest", "streaming", "dipr")
+    # As recorded while there was a choice of the index.
     finest = "alpha=0.003,device_buffer_size=512,index=flat,page_size=1,selection_scope=query_head"
     styles = make_styles([*methods, f"dipr({finest})"])
     styles[f"dipr({finest})"]["label"] = "dipr, per query head, pages of 1 token"

@@ -75,7 +75,7 @@ def test_licences_are_those_of_the_installed_packages(tmp_path: Path) -> None:
     subprocess.run(script, cwd=ROOT, check=True)
     assert made.read_text(encoding="utf-8") == page, "make licences"
     listed = set(re.findall(r"[\w-]+", page))
-    assert {"torch", "numpy", "psutil", "rich", "sglang", "faiss-cpu", "transformers"} <= listed
+    assert {"torch", "numpy", "psutil", "rich", "sglang", "transformers"} <= listed
 
 
 def test_one_release_of_sglang() -> None:

@@ -21,6 +21,8 @@ class TorchAdapter(BackendAdapter):
     logit_cap = True
     window = True
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
+    #: Implementation of :func:`hisparse.kernels.paged_attention`.
+    impl: str = "auto"
 
     @classmethod
     def device_refused(cls, kv: KVSpec, device: DeviceLimits) -> str | None:
@@ -37,12 +39,12 @@ class TorchAdapter(BackendAdapter):
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule))
+        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule, impl=self.impl))
 
     def attend_scaled(
         self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule))
+        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule, impl=self.impl))
 
     def attend_prefill(
         self,

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.algorithms.request_indexes import RequestIndexes
 from hisparse.kernels import SelectRule, TailPages, paged_attention
 from hisparse.types import (
     AttentionRule,
@@ -116,8 +115,9 @@ class PrefillStep:
         context_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
         is_last: whether the prompt ends here, as far as the framework knows.
         indexer: indexer inputs of the chunk's tokens, for algorithms that declare ``indexer``.
-        read_context: see :meth:`context_keys`.
-        indexes: the algorithm's host-memory indexes of each request.
+        context_keys: streams all keys of a layer up to ``end`` from host memory. It yields the
+            position of the first key, a multiple of S, and keys ``[t, Hkv, D]``, valid until the
+            next iteration.
     """
 
     policy: SelectionPolicy
@@ -129,23 +129,12 @@ class PrefillStep:
     context_pages: Tensor
     is_last: bool
     indexer: IndexerInputs | None
-    read_context: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
-    indexes: RequestIndexes | None = None
+    context_keys: Callable[[int], Iterator[tuple[int, Tensor]]]
 
     @property
     def end(self) -> int:
         """Position after the chunk's last token."""
         return self.start + self.length
-
-    def context_keys(self, layer_id: int) -> Iterator[tuple[int, Tensor]]:
-        """Stream all keys up to ``end`` from host memory.
-
-        Yields:
-            the position of the first key, a multiple of S, and keys ``[t, Hkv, D]``, valid until
-            the next iteration.
-        """
-        for position, keys, _ in self.read_context(layer_id):
-            yield position, keys
 
 
 class KVReader(Protocol):
@@ -187,7 +176,7 @@ class StepCache:
 class DecodeStep:
     """Requests of a decode step: what selection, residency and attention know of them.
 
-    All layers share it. The first attributes, up to ``indexes``, are for algorithms.
+    All layers share it. The first attributes, up to ``kv_io``, are for algorithms.
 
     Attributes:
         policy: the rules of every selection.
@@ -199,7 +188,6 @@ class DecodeStep:
             the longest context.
         host_page_table: ``[B, P] int32``, host page of each page; P is at least ``max_pages``.
         kv_io: reads keys and values.
-        indexes: the algorithm's host-memory indexes of each request.
         seq_lens_cpu: ``[B]``, tokens of each request, known on the host; in a captured step, the
             most that it may have.
         host_slots: ``[B] int64``, host slot of each new token.
@@ -226,7 +214,6 @@ class DecodeStep:
     max_pages: int
     host_page_table: Tensor
     kv_io: KVReader
-    indexes: RequestIndexes | None = None
     seq_lens_cpu: np.ndarray
     host_slots: Tensor
     rows: Tensor
@@ -372,7 +359,6 @@ class DecodeStep:
             max_pages=int(seq_lens_cpu.max() - 1) // self.policy.kv.page_size,
             host_page_table=self.host_page_table[index],
             kv_io=self.kv_io,
-            indexes=self.indexes,
             seq_lens_cpu=seq_lens_cpu,
             host_slots=self.host_slots[index],
             rows=self.rows[rows],

@@ -133,5 +133,5 @@ def _memory(cls: type[Any]) -> dict[str, float]:
         "bytes_per_token": of_token,
         "kv_ratio": of_token / kv.token_bytes,
         "bytes_per_request": entry_bytes(kinds, "request") * kv.num_layers,
-        "host_bytes_per_token": host_token_bytes(algorithm, kinds, kv),
+        "host_bytes_per_token": host_token_bytes(kinds, kv),
     }

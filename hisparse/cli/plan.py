@@ -24,7 +24,7 @@ from hisparse.cli.terminal import (
     print_result,
     ratios,
 )
-from hisparse.config import KV_FORMATS
+from hisparse.config import find_format
 from hisparse.errors import ConfigError
 from hisparse.plan import rows
 from hisparse.plan.estimate import GPUS
@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> None:
 
 def _kv_dtype(name: str) -> str:
     try:
-        KV_FORMATS.get(name)
+        find_format(name)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return name

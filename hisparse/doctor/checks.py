@@ -15,8 +15,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from pathlib import Path
 from typing import Literal
 
-from hisparse.cache.allocate import zeros
-from hisparse.cache.page_lock import memlock_limit
+from hisparse.cache.allocate import memlock_limit, zeros
 from hisparse.config import HiSparseConfig
 from hisparse.errors import CapacityError, one_line
 from hisparse.memory.host import free_host_memory
@@ -60,7 +59,6 @@ _OPTIONAL = (
     ("transformers", "eval, plan, HiSparseCache"),
     ("apache-tvm-ffi", "compiled kernels"),
     ("triton", "Triton kernels"),
-    ("faiss-cpu", "dipr's fine index"),
     ("flashinfer-python", "adapter flashinfer"),
     ("flash-attn", "adapter flash_attention without SGLang's own"),
     ("lm_eval", "tasks of lm-evaluation-harness"),

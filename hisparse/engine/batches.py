@@ -202,7 +202,6 @@ class DecodeBatch:
             max_pages=int(self.seq_lens_cpu.max() - 1) // size,
             host_page_table=self.host_page_table,
             kv_io=engine.manager.kv_io,
-            indexes=engine.representations.indexes,
             seq_lens_cpu=self.seq_lens_cpu,
             host_slots=self.host_slots,
             rows=rows,

@@ -76,7 +76,6 @@ class PoolSizes:
         min_row_pages, max_row_pages: smallest and largest capacity of a row, in device pages.
         context_pages: pages of the longest sequence.
         staging_pages: pages of one staging tile.
-        index_bytes: host memory for the indexes of requests; None: unlimited.
     """
 
     num_slots: int
@@ -86,7 +85,6 @@ class PoolSizes:
     max_row_pages: int
     context_pages: int
     staging_pages: int
-    index_bytes: int | None = None
 
 
 def make_policy(
@@ -159,8 +157,6 @@ def resolve(
     scope = choose_scope(config, format_of(spec))
     algorithm = build_algorithm(config)
     policy = make_policy(config, algorithm, spec, scale, scope)
-    length, host_bytes = resources.context_length, resources.host_bytes
-    algorithm = call(algorithm.resolved, None, policy, context_length=length, host_bytes=host_bytes)
     captured = resources.captures and config.not_captured(resources.device_type) is None
     resolved = resolve_settings(config, spec, scope, layers, captured=captured)
     adapter = choose_adapter(
@@ -179,10 +175,10 @@ def resolve(
         policy,
         resources,
         kept=kept,
-        host_token_bytes=host_token_bytes(algorithm, kept, spec),
+        host_token_bytes=host_token_bytes(kept, spec),
         adapter=ADAPTERS.get(adapter.name),
         captured_request_bytes=call(
-            algorithm.captured_bytes, None, policy, -(-length // spec.page_size)
+            algorithm.captured_bytes, None, policy, -(-resources.context_length // spec.page_size)
         ),
         extra_tables=_extra_tables(config, policy),
     )
@@ -224,9 +220,6 @@ def build_engine(
         max_row_pages=sizing.max_row_capacity // spec.page_size,
         context_pages=sizing.request.context_pages,
         staging_pages=tile_pages(setup.resolved.config, spec, sizing.staging_bytes),
-        index_bytes=setup.algorithm.host_token_bytes(spec.selecting)
-        * host.num_pages
-        * spec.page_size,
     )
     adapter = ADAPTERS.get(setup.adapter.name)()
     algorithm = setup.algorithm
@@ -287,7 +280,6 @@ def build(
         host_pages=host.num_pages,
         num_slots=sizes.num_slots,
         device=device,
-        index_bytes=sizes.index_bytes,
     )
     call(algorithm.initialize, None, representations.tensors, policy)
     components = Components(
@@ -334,6 +326,7 @@ def _make_manager(
         min_pages=sizes.min_row_pages,
         max_pages=sizes.max_row_pages,
         max_requests=sizes.max_requests,
+        num_slots=sizes.num_slots,
     )
     return SparseKVCacheManager(
         host,

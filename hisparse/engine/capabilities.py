@@ -9,7 +9,7 @@ from dataclasses import replace
 from hisparse.adapters import ADAPTERS, choose_adapter
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.cache.formats import KVFormat, format_of
-from hisparse.config import KV_FORMATS, HiSparseConfig, Resolved
+from hisparse.config import HiSparseConfig, Resolved, find_format
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec, SelectionScope
 
@@ -26,7 +26,7 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
     Raises:
         ConfigError: the algorithm does not support a setting; the message names those that do.
     """
-    cls, stored = ALGORITHMS.get(config.algorithm), KV_FORMATS.get(config.kv_cache_dtype)
+    cls, stored = ALGORITHMS.get(config.algorithm), find_format(config.kv_cache_dtype)
 
     def takes_page_size(cls: type[BaseSparseAlgorithm]) -> bool:
         return cls.page_sizes is None or config.page_size in cls.page_sizes

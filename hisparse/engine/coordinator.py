@@ -122,8 +122,8 @@ class SparseCoordinator:
         Empty if nothing is built, or if requests have state that only building fills.
         """
         algorithm, kept = self.algorithm, self.representations
-        own = algorithm.query_window or algorithm.host_token_bytes(self.policy.kv)
-        if algorithm.indexer or own or not kept.only_of_pages or not self.policy.kv.full_layers:
+        only_built = algorithm.indexer or algorithm.query_window or not kept.only_of_pages
+        if only_built or not self.policy.kv.full_layers:
             return {}
         return dict(kept.of_pages)
 
@@ -147,7 +147,6 @@ class SparseCoordinator:
     def on_request_end(self, slot: int) -> None:
         """End the request of a slot. Safe while an earlier forward is running."""
         self.manager.residency.end(slot)
-        self.representations.end(slot)
         if self.transferred is not None:
             self.transferred.drop(slot)
 

@@ -178,8 +178,7 @@ class Prefill:
             context_pages=chunk.host_pages,
             is_last=chunk.is_last,
             indexer=indexer,
-            read_context=lambda layer: self._read_context(layer, chunk),
-            indexes=self._components.representations.indexes,
+            context_keys=lambda layer: self._context_keys(layer, chunk),
         )
         construct = self._components.algorithm.construct_representations
         call(construct, layer_id, keys, q, layer_id, step)
@@ -217,14 +216,13 @@ class Prefill:
         reach = max(window - 1, 1)
         return max(0, chunk.start - reach) // self._policy.kv.page_size
 
-    def _read_context(
-        self, layer_id: int, chunk: PrefillChunk
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Read all tokens up to the end of the chunk; see :meth:`_read`."""
+    def _context_keys(self, layer_id: int, chunk: PrefillChunk) -> Iterator[tuple[int, Tensor]]:
+        """Read all keys up to the end of the chunk; see :class:`PrefillStep`."""
         # The chunk itself is read back, so its write has to end first.
         self.join()
         for tile in self._tiles(layer_id, chunk, 0, chunk.end):
-            yield self._read(tile, chunk.end)
+            position, keys, _ = self._read(tile, chunk.end)
+            yield position, keys
 
     def _tiles(self, layer_id: int, chunk: PrefillChunk, first_page: int, end: int) -> list[Tile]:
         width, count = self._manager.staging_pages, -(-end // self._policy.kv.page_size)

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cache.formats import LATENT_FORMATS, sglang_choices
-from hisparse.config import KV_FORMATS, HiSparseConfig
+from hisparse.cache.formats import sglang_choices
+from hisparse.config import KV_FORMATS, LATENT_FORMATS, HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory

@@ -80,7 +80,7 @@ def build_store(
     needed = (num_pages + 1) * spec.page_size
     scope = choose_scope(config, format_of(spec))
     kept = kept_tensors(config, algorithm, make_policy(config, algorithm, spec, scale, scope))
-    needed *= format_of(spec).token_bytes + host_token_bytes(algorithm, kept, spec)
+    needed *= format_of(spec).token_bytes + host_token_bytes(kept, spec)
     host_bytes, device_bytes = _memory(config, needed, device)
     setup = resolve(
         config,

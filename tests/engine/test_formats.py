@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hisparse.cache import HostKVPool
 from hisparse.cache.formats import format_of
-from hisparse.cache.formats.scaled import ScaledFormat
+from hisparse.cache.formats.base import ScaledFormat
 from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import build_engine, resolve

@@ -203,7 +203,7 @@ def test_other_requests_never_change_a_request(scope: str) -> None:
             sim.end(others.pop(0))
         batch = [*others, request] if step % 2 else [request, *others]
         outs.append(sim.decode(*batch)[:, [batch.index(request)]])
-        capacities.append(sim.manager.residency.capacities.capacity(2))
+        capacities.append(sim.manager.residency.capacities.held[2])
     assert_close(torch.cat(outs, dim=1), alone, rtol=1e-5, atol=1e-6)
     assert len(set(capacities)) > 1, "the row was to shrink and to grow"
 
@@ -393,7 +393,7 @@ def test_ended_requests_give_everything_back() -> None:
     nobody = np.empty(0, dtype=np.int64)
     sim.manager.start_forward(nobody, nobody)
     assert torch.equal(sim.manager.device.num_free, free)
-    assert not any(map(sim.manager.residency.capacities.capacity, (1, 2)))
+    assert not sim.manager.residency.capacities.held[1:3].any()
     assert (sim.manager.device.capacity == 0).all()
     for layer_pages in sim.manager.device.free_pages:
         assert len(set(layer_pages.tolist())) == layer_pages.numel()

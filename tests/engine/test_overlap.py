@@ -13,7 +13,7 @@ from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.topp import TopP
 from hisparse.cache.staging import Staging
-from hisparse.cache.streams import InlineStreams, Lane, Pending
+from hisparse.cache.streams import Lane, Pending, SideStreams
 from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from tests.delayed import DelayedStreams, Order
@@ -182,7 +182,7 @@ class Forgetful(DelayedStreams):
 
     def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
         started = super().start(lane, work)
-        return Never() if self._function in work.__qualname__ else started
+        return Never(None) if self._function in work.__qualname__ else started
 
 
 def differs(sim: Simulator, **settings: Any) -> bool:
@@ -271,7 +271,7 @@ def test_tiles_are_read_one_ahead_and_none_twice(monkeypatch: pytest.MonkeyPatch
         return start(self, tile, buffer)
 
     monkeypatch.setattr(Staging, "_start", spy)
-    sim = Simulator(algorithm=Quest(), side_streams=InlineStreams(), staging_pages=3)
+    sim = Simulator(algorithm=Quest(), side_streams=SideStreams(), staging_pages=3)
     one, two = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
     sim.prefill((one, 60), (two, 30))
     assert tiles == []

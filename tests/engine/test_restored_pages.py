@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.algorithms.dipr.algorithm import DIPR
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest

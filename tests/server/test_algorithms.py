@@ -33,10 +33,6 @@ CASES: dict[str, dict[str, Any]] = {
     "streaming": {"algorithm": "streaming"},
     "topp": {"algorithm": "topp", "algorithm_config": {"mass": 0.6}},
     "dipr": {"algorithm": "dipr", "algorithm_config": {"alpha": 0.5}},
-    "dipr-fine": {
-        "algorithm": "dipr",
-        "algorithm_config": {"alpha": 0.5, "index": "fine", "capacity_threshold": 8},
-    },
     "oracle": {"algorithm": "oracle", "selection_scope": "query_head"},
     "oracle-token-wise": {"algorithm": "oracle", "page_size": 1, "selection_scope": "layer"},
     "sketch": {"algorithm": "sketch", "tail_estimate": True, "layer_metrics": True},
@@ -45,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
 }
 #: What ``make test`` runs.
-USUAL = ("quest-bfloat16-prefetch", "snapkv", "dipr-fine", "sketch", "reuse-layers")
+USUAL = ("quest-bfloat16-prefetch", "snapkv", "dipr", "sketch", "reuse-layers")
 COMMON = SMALL_ROWS | {"device_memory": "64MB", "checked": True}
 
 

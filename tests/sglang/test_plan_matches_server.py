@@ -226,7 +226,7 @@ def test_ranks_of_a_node_share_the_latents_of_mla(
     served = session.require_session()
     assert served.sizing == planned.sizing
     kept = kept_tensors(served.resolved.config, served.algorithm, served.policy)
-    own = host_token_bytes(served.algorithm, kept, served.spec)
+    own = host_token_bytes(kept, served.spec)
     assert (own > 0) == economy
     assert planned.host_bytes_per_token == MLA_TOKEN_BYTES // tp + own
     node_bytes = served.sizing.kv_tokens * (MLA_TOKEN_BYTES + tp * own)

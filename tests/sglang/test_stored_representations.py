@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.algorithms.dipr.algorithm import DIPR
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch

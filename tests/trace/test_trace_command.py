@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hisparse.cli import main, trace_record
+from hisparse.cli import main
 from hisparse.config import HiSparseConfig
 from hisparse.trace import SelectionTrace
 from tests.command import Command
@@ -121,7 +121,7 @@ def test_flags_win_over_the_configuration(tmp_path: Path, monkeypatch: pytest.Mo
     def build(config: HiSparseConfig) -> Any:
         raise Built(config.algorithm, config.budget)
 
-    monkeypatch.setattr(trace_record, "build_algorithm", build)
+    monkeypatch.setattr("hisparse.eval.record_trace.build_algorithm", build)
     config = ["--config", '{"budget": 128, "algorithm": "quest"}']
     for words, expected in (
         ([], ("sketch", 512)),

@@ -27,7 +27,7 @@ _CPU_NOTE = (
 
 
 _DEVICE = ("device_kv_bytes", "device_representation_bytes", "device_table_bytes")
-_HOST = ("host_kv_bytes", "host_index_bytes", "host_representation_bytes")
+_HOST = ("host_kv_bytes", "host_representation_bytes")
 _MOVED = ("hit_pages", "miss_pages", "decode_read_bytes", "prefill_read_bytes", "written_bytes")
 #: Metrics are published when a request ends, by another process than the one that answers.
 _SETTLE_S = 0.5

@@ -139,13 +139,13 @@ def check_rollback(setup: EngineSetup, speculation: str) -> None:
     Raises:
         ConfigError: it keeps state of requests, which would keep what rejected drafts did to it.
     """
-    algorithm, name = setup.algorithm, setup.resolved.config.algorithm
-    kinds = algorithm.representations(setup.policy).values()
-    if algorithm.host_token_bytes(setup.spec) or any(kind.per == "request" for kind in kinds):
+    name = setup.resolved.config.algorithm
+    kinds = setup.algorithm.representations(setup.policy).values()
+    if any(kind.per == "request" for kind in kinds):
         raise ConfigError(
             f"--speculative-algorithm is {speculation}, but algorithm {name!r} "
             "keeps state of requests; expected one that keeps state of pages alone: sketch, quest, "
-            "dsa, topp"
+            "dsa, topp, dipr"
         )
 
 
