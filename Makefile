@@ -24,7 +24,6 @@
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
 # make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
-# make otel-tools   .venv/otel/, 30 MB, which PART=sweeps makes itself
 # make mooncake-tools   .venv/mooncake/, 150 MB, which PART=sweeps and make soak make on Debian
 # make older-triton   .venv/triton/, 600 MB, which PART=compile makes itself
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
@@ -42,7 +41,7 @@
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-sweeps test-isa test-sanitizers test-quality \
 	test-hostile test-models test-modes test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
-	older-triton site site-tools otel-tools mooncake-tools gpu-check gpu-wheels pins audit \
+	older-triton site site-tools mooncake-tools gpu-check gpu-wheels pins audit \
 	licences wheel docs clean
 
 export PYTHONUNBUFFERED := 1
@@ -60,7 +59,7 @@ test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
 	@$(MAKE) --no-print-directory test-$(PART)
 
-test-sweeps: setup otel-tools
+test-sweeps: setup
 	-@$(MAKE) --no-print-directory mooncake-tools
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
@@ -102,7 +101,7 @@ test-faults: setup
 		tests/server/test_http.py tests/kernels/test_build_faults.py tests/cache/test_allocate.py \
 		tests/eval/test_eval_full_disk.py tests/memory/test_memory.py \
 		tests/storage/test_lost_pages.py tests/storage/test_killed_writers.py \
-		tests/storage/test_damaged_extents.py tests/storage/test_eviction.py \
+		tests/storage/test_eviction.py \
 		tests/storage/test_lost_index.py tests/storage/test_random_faults.py \
 		tests/sglang/test_storage_faults.py tests/sglang/test_storage_injected.py \
 		tests/server/test_served_storage_faults.py tests/server/test_served_swap.py
@@ -148,12 +147,6 @@ site-tools: setup
 			--only-binary :all: --require-hashes -r requirements/site.txt && \
 		cp requirements/site.txt .venv/site/pins.txt; }
 
-otel-tools: setup
-	@cmp -s requirements/otel.txt .venv/otel/pins.txt || { \
-		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/otel \
-			--only-binary :all: --require-hashes -r requirements/otel.txt && \
-		cp requirements/otel.txt .venv/otel/pins.txt; }
-
 # Mooncake, and the libraries of Debian that it loads: unpacked, not installed, so that nobody has to
 # be root.
 mooncake-tools: setup
@@ -186,7 +179,7 @@ gpu-check:
 gpu-wheels:
 	@scripts/gpu_wheels.sh
 
-pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt site.txt otel.txt \
+pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt site.txt \
 	mooncake.txt)
 
 # Apart from .venv, whose packages are pinned.
@@ -212,11 +205,11 @@ wheel: setup
 
 docs: setup
 	$(python) -m scripts.make_reference docs/configuration.md
-	$(python) -m hisparse.eval.plots quality \
+	$(python) -m scripts.make_plots quality \
 		bench/results/2026-11-21-eval-qwen-4k-2e9299e.json docs/images/quality.svg
-	$(python) -m hisparse.eval.plots trace \
+	$(python) -m scripts.make_plots trace \
 		bench/results/2026-11-22-trace-qwen-8k-086a4a3.json docs/images/trace.svg
-	$(python) -m hisparse.eval.plots speed \
+	$(python) -m scripts.make_plots speed \
 		$(foreach case,32k-float32 32k-bfloat16 4k-resident-float32 4k-resident-bfloat16, \
 		bench/results/2026-11-22-decode-$(case)-avx512-596dc40.json) docs/images/speed.svg
 

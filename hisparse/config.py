@@ -27,10 +27,15 @@ EXTENSIONS: Registry[Any] = Registry(
     "extension", package="hisparse.engine.extensions", entry_point_group="hisparse.extensions"
 )
 
-#: Storage formats of K and V by ``kv_cache_dtype``: subclasses of
+#: Storage formats by ``kv_cache_dtype``, of K and V and of latents (MLA): subclasses of
 #: ``hisparse.cache.formats.KVFormat``.
 KV_FORMATS: Registry[Any] = Registry(
     "kv_cache_dtype", package="hisparse.cache.formats", entry_point_group="hisparse.kv_formats"
+)
+LATENT_FORMATS: Registry[Any] = Registry(
+    "kv_cache_dtype of latents (MLA)",
+    package="hisparse.cache.formats",
+    entry_point_group="hisparse.latent_formats",
 )
 
 _ALIASES: Final = {"top_k": "budget"}
@@ -138,7 +143,7 @@ class HiSparseConfig:
         self._check_ranges()
         self._check_sizes()
         if self.kv_cache_dtype != "auto":
-            KV_FORMATS.get(self.kv_cache_dtype)
+            find_format(self.kv_cache_dtype)
         if self.cuda_graph is True and self.checked:
             raise ConfigError(
                 'cuda_graph: got true and checked true, expected "auto" or false, because checks '
@@ -312,6 +317,18 @@ class Resolved:
     scope: SelectionScope
     layout: HostLayout
     captured: bool
+
+
+def find_format(name: str) -> type[Any]:
+    """The storage format of K and V with this name, or that of latents if only these have one.
+
+    Raises:
+        ConfigError: neither has; the message names those that exist.
+    """
+    for formats in (KV_FORMATS, LATENT_FORMATS):
+        if name in formats:
+            return formats.get(name)
+    raise ConfigError(unknown_name("kv_cache_dtype", name, {*KV_FORMATS, *LATENT_FORMATS}))
 
 
 def _read_extensions(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -216,6 +218,16 @@ def type_words(hint: Any) -> str:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "an object"
     return str(getattr(hint, "__name__", hint))
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """The text of each attribute in the docstring of a class and of its bases, on one line."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        text = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
+        for keys, meaning in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
+            found |= dict.fromkeys(keys.split(", "), " ".join(meaning.split()))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,8 @@ class KVSpec:
         page_size: S, tokens.
         latent: whether it attends latents (MLA): values are the first Dv columns of the keys.
         index_head_dim: Di of the model's own indexer; 0: the model has no indexer.
-        kv_cache_dtype: how keys and values are stored, a name in ``hisparse.config.KV_FORMATS``.
+        kv_cache_dtype: how keys and values are stored, a name in ``hisparse.config.KV_FORMATS``,
+            or in ``LATENT_FORMATS`` if ``latent``.
         logit_cap: see :class:`AttentionRule`; the same in all layers.
         windows: for each layer the tokens that a query attends, its own included; 0: all up to its
             own. Empty: 0 in all layers.

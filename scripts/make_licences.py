@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Extras with packages that hisparse imports when it runs.
-EXTRAS = ("dipr", "eval", "bench", "sglang")
+EXTRAS = ("eval", "bench", "sglang")
 
 _INTRO = """\
 # Licences

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hisparse.algorithms import ALGORITHMS
+from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
-from hisparse.options import StorageOptions
+from hisparse.options import StorageOptions, meanings
 from hisparse.registry import Registry
 from hisparse.units import MemorySize
 
@@ -99,19 +99,21 @@ def _algorithms() -> Iterator[str]:
     yield "## Options of algorithms"
     yield (
         "Options go into `algorithm_config`. [algorithms.md](algorithms.md) says how each one "
-        "selects.\nPlug-ins can add more: `hisparse algorithms` lists all that are installed."
+        "selects.\nPlug-ins can add more: `hisparse algorithms` lists all that are installed. "
+        "Each can do all selection scopes, `kv_head` by default, unless it says otherwise."
     )
     for name, cls in _built_in(ALGORITHMS):
         yield f"### `{name}`"
         yield _first_paragraph(inspect.getdoc(cls) or "")
         paper = re.search(r"https://\S+", import_module(cls.__module__).__doc__ or "")
-        sizes = cls.page_sizes
+        sizes, scopes = cls.page_sizes, ", ".join(f"`{scope}`" for scope in cls.scopes)
         notes = [
             *([f"Paper: <{paper[0]}>."] if paper else []),
-            f"Selection scopes, best first: {', '.join(f'`{s}`' for s in cls.scopes)}.",
+            *([f"Selection scopes: {scopes}."] if cls.scopes != BaseSparseAlgorithm.scopes else []),
             *([f"Needs `page_size` {' or '.join(map(str, sizes))}."] if sizes else []),
         ]
-        yield " ".join(notes)
+        if notes:
+            yield " ".join(notes)
         options = [f for f in fields(cls) if f.init]
         yield _options_table("option", cls, options) if options else "No options."
 
@@ -146,7 +148,7 @@ def _metrics() -> Iterator[tuple[str, str, str]]:
             yield f"{name}_total", f"`{extension}`", text
     for name, text in tables["LAYER_COUNTERS"].items():
         yield f"{name}_total", "`layer_metrics`", text
-    for name, text in _dictionaries("features/storage/state")["COUNTERS"].items():
+    for name, text in _dictionaries("features/storage/calls")["COUNTERS"].items():
         yield f"{name}_total", "`storage`", text
     for name, text in tables["GAUGES"].items():
         yield name, "", text
@@ -173,16 +175,11 @@ def _built_in(registry: Registry[Any]) -> Iterator[tuple[str, type[Any]]]:
 
 
 def _options_table(title: str, cls: type[Any], options: Sequence[Field[Any]]) -> str:
-    hints, meanings = get_type_hints(cls), _meanings(cls)
-    rows = [(f"`{f.name}`", _type(hints[f.name]), _default(f), meanings[f.name]) for f in options]
+    hints, texts = get_type_hints(cls), meanings(cls)
+    rows = [
+        (f"`{f.name}`", _type(hints[f.name]), _default(f), _prose(texts[f.name])) for f in options
+    ]
     return _table((title, "type", "default", "meaning"), rows)
-
-
-def _meanings(cls: type[Any]) -> dict[str, str]:
-    """The text of each attribute in a class's docstring, on one line."""
-    text = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return {name: _prose(meaning) for name, meaning in found}
 
 
 def _type(hint: Any) -> str:

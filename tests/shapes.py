@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hisparse.types import KVSpec
@@ -25,3 +27,9 @@ TWO_LAYERS = KVSpec(
     dtype=torch.bfloat16,
     page_size=16,
 )
+
+
+def small_spec(**changes: Any) -> KVSpec:
+    """Two layers of four query heads in float32, with pages of four tokens."""
+    sizes = {"num_layers": 2, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8}
+    return KVSpec(**sizes | {"dtype": torch.float32, "page_size": 4} | changes)

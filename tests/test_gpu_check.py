@@ -167,7 +167,7 @@ def test_the_gpu_s_proxy_writes_back_what_an_operation_wrote(
     monkeypatch.setitem(
         IMPLEMENTATIONS,
         on_gpu.ON_GPU,
-        lambda op, place: through(op.function("cpu"), op.arguments),
+        lambda op, place: through(op.function("cpu"), op),
     )
     src = PagedKV(*torch.randn(2, 5, 1, 4, 8))
     dst = PagedKV(*torch.zeros(2, 5, 1, 4, 8))

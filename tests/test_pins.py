@@ -75,12 +75,12 @@ def test_licences_are_those_of_the_installed_packages(tmp_path: Path) -> None:
     subprocess.run(script, cwd=ROOT, check=True)
     assert made.read_text(encoding="utf-8") == page, "make licences"
     listed = set(re.findall(r"[\w-]+", page))
-    assert {"torch", "numpy", "psutil", "rich", "sglang", "faiss-cpu", "transformers"} <= listed
+    assert {"torch", "numpy", "psutil", "rich", "sglang", "transformers"} <= listed
 
 
 def test_one_release_of_sglang() -> None:
     """The set-up, the extra, the start of a server and the docs name the same one."""
-    from hisparse.sglang.names import RELEASE
+    from hisparse.sglang.install import RELEASE
 
     assert EXTRAS["sglang"] == [f"sglang=={RELEASE}"]
     assert _file("sglang.txt") == {"sglang": RELEASE}

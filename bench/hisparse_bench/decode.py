@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.algorithms import ALGORITHMS
+from hisparse.cache.counters import CacheStats
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.types import IndexerInputs, PagedKV
@@ -22,8 +23,8 @@ from hisparse_bench.peers import (
     torch_native_decode,
 )
 from hisparse_bench.random_requests import RandomRequests
-from hisparse_bench.report import Case, Result
-from hisparse_bench.timing import Candidate, time_in_turns, time_parts
+from hisparse_bench.report import Case
+from hisparse_bench.timing import Candidate, timed_case
 
 #: Tokens decoded to find the drift of the queries that gives the requested miss ratio.
 _CALIBRATION_TOKENS = 40
@@ -68,39 +69,25 @@ class DecodeBench(ModelShape):
 
     def run(self, options: Options) -> Case:
         """Time all implementations; the gate compares with float64 attention over the selection."""
-        work, gate = self.prepared(options, 2 * options.num_steps + _WARMUPS)
-        requests = work.requests
+        self._check()
+        num_steps = options.num_steps + _WARMUPS
+        num_tokens = -(-num_steps // self.layers) + _CALIBRATION_TOKENS + 2
+        requests = self._make_requests(options, num_tokens)
+        work = DecodeWorkload(requests, self.misses)
+        agrees = work.agrees()
+        work.calibrate(_CALIBRATION_TOKENS)
         before = requests.stats
-        ours = Candidate(work.decode, work.prepare)
-        times = time_in_turns(
-            work.peers() | {options.device.type: ours},
-            options.num_steps,
-            device=options.device,
+        peers = work.peers()
+        case = timed_case(
+            "decode",
+            self._params() | ({"left_out": work.left_out} if work.left_out else {}),
+            peers | {options.device.type: Candidate(work.decode, work.prepare)},
+            options,
+            agrees=lambda: agrees,
             num_warmups=_WARMUPS,
         )
-        after = requests.stats
-        missed = after.miss_pages - before.miss_pages
-        selected = missed + after.hit_pages - before.hit_pages
-        on_cpu = options.device.type == "cpu"
-        parts = time_parts(requests, ours, options.num_steps) if on_cpu else {}
-        return Case(
-            name="decode",
-            params=self._params()
-            | {"miss_ratio": round(missed / selected, 4)}
-            | ({"left_out": work.left_out} if work.left_out else {}),
-            gate=gate,
-            results=[Result.of(impl, seconds) for impl, seconds in times.items()],
-            parts=parts,
-        )
-
-    def prepared(self, options: Options, num_steps: int) -> tuple[DecodeWorkload, str]:
-        """A workload that can decode ``num_steps``, with the requested misses, and its gate."""
-        self._check()
-        num_tokens = -(-num_steps // self.layers) + _CALIBRATION_TOKENS + 2
-        work = DecodeWorkload(self._make_requests(options, num_tokens), self.misses)
-        gate = "passed" if work.agrees() else "failed"
-        work.calibrate(_CALIBRATION_TOKENS)
-        return work, gate
+        case.params["miss_ratio"] = round(miss_ratio(before, requests.stats), 4)
+        return case
 
     def _check(self) -> None:
         size = self.page_size
@@ -133,6 +120,12 @@ class DecodeBench(ModelShape):
 
     def _params(self) -> dict[str, Any]:
         return self.reported("context", "budget", "batch") | {"algorithm": self.algorithm}
+
+
+def miss_ratio(before: CacheStats, after: CacheStats) -> float:
+    """Missing pages of the pages that were selected between two counts."""
+    missed = after.miss_pages - before.miss_pages
+    return missed / (missed + after.hit_pages - before.hit_pages)
 
 
 class DecodeWorkload:
@@ -203,9 +196,7 @@ class DecodeWorkload:
             for step in range(layers):
                 self.prepare(step)
                 self.decode(step)
-            after = self.requests.stats
-            missed = after.miss_pages - before.miss_pages
-            got = missed / (missed + after.hit_pages - before.hit_pages)
+            got = miss_ratio(before, self.requests.stats)
             if self._misses and token >= 4:
                 self._drift *= min(max((self._misses / max(got, 1e-3)) ** 0.5, 0.8), 1.25)
                 self._drift = min(self._drift, 1.0)
@@ -234,75 +225,56 @@ class DecodeWorkload:
             q = queries[layer].unflatten(1, (k.shape[1], -1))
             return scaled_dot_product_attention(q, k, v, scale=scale)
 
+        found = {"sdpa": Candidate(sdpa)}
+        on_gpu = requests.device.type == "cuda"
         if requests.kv.latent:
-            others = _FLASHINFER if requests.device.type == "cuda" else ["torch_native"]
+            others = _FLASHINFER if on_gpu else ["torch_native"]
             self.left_out |= dict.fromkeys(others, "it is timed for MHA and GQA alone")
-            return {"sdpa": Candidate(sdpa)}
-        if requests.device.type == "cuda":
-            return {"sdpa": Candidate(sdpa)} | self._flashinfer(contexts, queries, sdpa)
-        return {"sdpa": Candidate(sdpa)} | self._torch_native(contexts, queries)
-
-    def _torch_native(self, contexts: list[PagedKV], queries: Tensor) -> dict[str, Candidate]:
-        requests = self.requests
-        lens = torch.full((requests.batch,), requests.context)
-        made = [torch_native_decode(kv, lens, requests.policy.scale) for kv in contexts]
-        by_layer = [decode for decode in made if decode is not None]
-
-        def torch_native(step: int) -> Tensor:
-            layer = step % len(by_layer)
-            return by_layer[layer](queries[layer])
-
-        return {"torch_native": Candidate(torch_native)} if by_layer else {}
+        elif on_gpu:
+            # With and without tensor cores: which is faster depends on the GPU.
+            pages = [as_pages(x, requests.kv.page_size) for x in contexts]
+            expected = sdpa(0).flatten(1, 2)
+            for name, tensor_cores in _FLASHINFER.items():
+                found |= self._flashinfer(name, tensor_cores, pages, queries, expected)
+        else:
+            lens = torch.full((requests.batch,), requests.context)
+            made = [torch_native_decode(kv, lens, scale) for kv in contexts]
+            if by_layer := [decode for decode in made if decode is not None]:
+                found["torch_native"] = _layer_by_layer(by_layer, queries)
+        return found
 
     def _flashinfer(
-        self, contexts: list[PagedKV], queries: Tensor, sdpa: Callable[[int], Tensor]
-    ) -> dict[str, Candidate]:
-        """FlashInfer with and without tensor cores: which is faster depends on the GPU."""
-        pages = [as_pages(x, self.requests.kv.page_size) for x in contexts]
-        made = {}
-        for name, tensor_cores in _FLASHINFER.items():
-            peer = _FlashInfer(self.requests, pages, queries, tensor_cores)
-            self.left_out |= peer.reason_to_leave_out(name, sdpa)
-            if name not in self.left_out:
-                made[name] = Candidate(peer.run)
-        return made
-
-
-class _FlashInfer:
-    """One of FlashInfer's decode kernels, for all layers."""
-
-    def __init__(
         self,
-        requests: RandomRequests,
+        name: str,
+        tensor_cores: bool,
         pages: list[PagedKV],
         queries: Tensor,
-        tensor_cores: bool,
-    ) -> None:
-        self._requests, self._pages, self._queries = requests, pages, queries
-        self._tensor_cores = tensor_cores
-        self._by_layer: list[Callable[[Tensor], Tensor]] = []
-
-    def run(self, step: int) -> Tensor:
-        """Dense attention of the step's layer."""
-        layer = step % len(self._by_layer)
-        return self._by_layer[layer](self._queries[layer])
-
-    def reason_to_leave_out(self, name: str, sdpa: Callable[[int], Tensor]) -> dict[str, str]:
-        """Plan it, and compare the first layer with SDPA's; empty if they agree."""
-        requests = self._requests
+        expected: Tensor,
+    ) -> dict[str, Candidate]:
+        """One of FlashInfer's kernels, unless its first layer is not as ``expected``."""
+        requests = self.requests
+        batch, heads = requests.batch, requests.kv.num_q_heads
+        by_layer: list[Callable[[Tensor], Tensor]] = []
 
         def agrees() -> bool:
-            for pages in self._pages:
-                made = flashinfer_decode(
-                    pages,
-                    requests.batch,
-                    requests.kv.num_q_heads,
-                    requests.policy.scale,
-                    tensor_cores=self._tensor_cores,
-                )
-                self._by_layer.append(made)
-            got, expected = self.run(0), sdpa(0).flatten(1, 2)
+            for kv in pages:
+                scale = requests.policy.scale
+                made = flashinfer_decode(kv, batch, heads, scale, tensor_cores=tensor_cores)
+                by_layer.append(made)
+            got = by_layer[0](queries[0])
             return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
 
-        reason = reason_to_leave_out(agrees)
-        return {name: reason} if reason else {}
+        if reason := reason_to_leave_out(agrees):
+            self.left_out[name] = reason
+            return {}
+        return {name: _layer_by_layer(by_layer, queries)}
+
+
+def _layer_by_layer(by_layer: Sequence[Callable[[Tensor], Tensor]], queries: Tensor) -> Candidate:
+    """Dense attention; each step runs the next layer."""
+
+    def run(step: int) -> Tensor:
+        layer = step % len(by_layer)
+        return by_layer[layer](queries[layer])
+
+    return Candidate(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hisparse.kernels import SketchLayout, page_score, page_sketch, paged_attent
 from hisparse.kernels.build.compiler import SOURCES, CannotBuildError
 from hisparse.kernels.build.cpu import build_cpu_library
 from hisparse.types import PagedKV
-from hisparse_bench.options import ModelShape, Options
+from hisparse_bench.options import NO_FLAG, ModelShape, Options
 from hisparse_bench.report import Case, Report, Result
 from hisparse_bench.timing import Candidate, time_in_turns
 
@@ -121,7 +121,8 @@ class KernelsBench(ModelShape):
 
     context: int = 32768
     budget: int = 2048
-    layers: int = 2
+    layers: int = field(default=2, metadata=NO_FLAG)
+    dtype: torch.dtype = field(default=torch.float32, metadata=NO_FLAG)
     footprint: int = 1024
 
     def run(self, options: Options) -> list[Case]:

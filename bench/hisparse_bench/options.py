@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
 
 import torch
 
 from hisparse.errors import ConfigError, unknown_name
+from hisparse.options import meanings
 from hisparse.types import KVSpec
 
+#: Metadata of a field that no flag sets.
+NO_FLAG = {"flag": False}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -27,6 +30,15 @@ class Options:
     device: torch.device
     num_steps: int
     seed: int = 0
+
+
+def flags_of(bench: type[Any]) -> Iterator[tuple[str, Any, Any, str]]:
+    """The flags of a benchmark, a dataclass: name, type, default and meaning of each."""
+    hints, texts = get_type_hints(bench), meanings(bench)
+    for each in fields(bench):
+        if each.metadata != NO_FLAG:
+            meaning = texts[each.name].rstrip(".").replace("``", "")
+            yield each.name.replace("_", "-"), hints[each.name], each.default, meaning
 
 
 def device_of(name: str) -> torch.device:
@@ -63,7 +75,9 @@ class ModelShape:
 
     Attributes:
         layers: layers of the model; each starts with the processor caches that the others left.
-        q_heads, kv_heads, head_dim: query heads, KV heads and their width.
+        q_heads: query heads.
+        kv_heads: KV heads.
+        head_dim: width of a head.
         v_head_dim: width of the values, which are the first columns of the keys (MLA); None: values
             are apart from the keys, and as wide.
         index_dim: width of the keys of the model's own indexer; 0: it has none.
@@ -75,8 +89,8 @@ class ModelShape:
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    v_head_dim: int | None = None
-    index_dim: int = 0
+    v_head_dim: int | None = field(default=None, metadata=NO_FLAG)
+    index_dim: int = field(default=0, metadata=NO_FLAG)
     page_size: int = 16
     dtype: torch.dtype = torch.float32
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.engine.metrics import CacheStats
-from hisparse_bench.report import Case, Result
-from hisparse_bench.timing import Candidate, time_in_turns
+from hisparse.cache.counters import CacheStats
+from hisparse_bench.options import Options
+from hisparse_bench.report import Case
+from hisparse_bench.timing import Candidate, timed_case
 
 #: Steps before those that are timed.
 WARMUPS = 8
@@ -49,30 +50,26 @@ class PrefetchBench:
         """
         checked = [self._reader({}), self._reader(_settings(1.0))]
         logits = [torch.stack([reader.read(t) for t in range(WARMUPS)]) for reader in checked]
-        gate = "passed" if torch.equal(*logits) else "failed"
         readers = {_PLAIN: self._reader({})} | {
             f"min_cosine {cosine:g}": self._reader(_settings(cosine)) for cosine in self.min_cosines
         }
-        times = time_in_turns(
-            {impl: Candidate(reader.read, reader.prepare) for impl, reader in readers.items()},
-            self.num_steps,
-            device=self.model.device,
-            num_warmups=WARMUPS,
-        )
-        figures = {impl: reader.figures(self.num_steps) for impl, reader in readers.items()}
-        return Case(
-            name="prefetch",
-            params={
+        case = timed_case(
+            "prefetch",
+            {
                 "context": self.context,
                 "budget": self.budget,
                 "algorithm": self.algorithm,
                 "steps": self.num_steps,
-                "threads": torch.get_num_threads(),
-            }
-            | {name: {i: f[name] for i, f in figures.items()} for name in figures[_PLAIN]},
-            gate=gate,
-            results=[Result.of(impl, seconds) for impl, seconds in times.items()],
+            },
+            {impl: Candidate(reader.read, reader.prepare) for impl, reader in readers.items()},
+            Options(device=self.model.device, num_steps=self.num_steps),
+            agrees=lambda: torch.equal(*logits),
+            num_warmups=WARMUPS,
         )
+        figures = {impl: reader.figures(self.num_steps) for impl, reader in readers.items()}
+        for name in figures[_PLAIN]:
+            case.params[name] = {impl: found[name] for impl, found in figures.items()}
+        return case
 
     def _reader(self, prefetch: dict[str, Any]) -> _Reader:
         from hisparse.transformers import enable

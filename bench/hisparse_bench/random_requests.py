@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ from hisparse.adapters import TorchAdapter
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.cache.allocate import zeros
+from hisparse.cache.counters import CacheStats
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.build import PoolSizes, build, make_policy
@@ -23,13 +22,11 @@ from hisparse.engine.capabilities import (
     choose_scope,
     resolve_settings,
 )
-from hisparse.engine.metrics import CacheStats
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
 #: Tokens whose representations are built at once: K and V of a whole context may not fit twice.
 _CHUNK = 4096
-_UNLIMITED_BYTES = 2**50
 #: Heads of DeepSeek-V3.2's indexer.
 _INDEX_HEADS = 64
 #: Bytes of random numbers that are drawn at once.
@@ -54,7 +51,6 @@ class RandomRequests:
         staging_pages: pages of a staging tile.
         reuse_layers: layers that share a selection.
         overlap: whether transfers run beside compute.
-        extensions: options of the enabled extensions, by name.
     """
 
     kv: KVSpec
@@ -70,7 +66,6 @@ class RandomRequests:
     staging_pages: int = 16
     reuse_layers: int = 1
     overlap: bool = False
-    extensions: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -87,7 +82,6 @@ class RandomRequests:
             # A model with an indexer attends what it selects, and nothing else.
             num_sink_pages=0 if kv.index_head_dim else HiSparseConfig.num_sink_pages,
             num_recent_pages=0 if kv.index_head_dim else HiSparseConfig.num_recent_pages,
-            extensions=self.extensions,
         )
         algorithm = self._make_algorithm(config)
         pin = self.device.type == "cuda"
@@ -129,13 +123,8 @@ class RandomRequests:
         check_capabilities(config, self.device.type)
         has_indexer = self.kv.index_head_dim > 0
         check_indexer("the random model of a benchmark", config, has_indexer=has_indexer)
-        made, scale = build_algorithm(config), self.kv.head_dim**-0.5
-        self.policy = make_policy(config, made, self.kv, scale, choose_scope(config))
-        algorithm = made.resolved(
-            self.policy,
-            context_length=self.context + self.max_new_tokens,
-            host_bytes=_UNLIMITED_BYTES,
-        )
+        algorithm, scale = build_algorithm(config), self.kv.head_dim**-0.5
+        self.policy = make_policy(config, algorithm, self.kv, scale, choose_scope(config))
         self.retrieve_topk = algorithm.retrieve_topk
         self._ranks_tail = algorithm.ranks_tail
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -52,14 +52,12 @@ class Case:
             case are not shown. ``bench serve`` also has "not checked", for a running server that
             nothing is compared with: its results are shown without ratios.
         results: one per implementation.
-        parts: microseconds of each part of a step, and of the whole "step"; empty if not measured.
     """
 
     name: str
     params: dict[str, Any]
     gate: str
     results: list[Result]
-    parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -97,9 +95,8 @@ class Report:
         found = asdict(self)
         for case, entry in zip(self.cases, found["cases"], strict=True):
             entry["ratios"] = case.ratios if case.gate == "passed" else {}
-            entry["parts"] = {part: _round(us) for part, us in case.parts.items()}
             if case.gate != "passed":
-                entry["results"], entry["parts"] = [], {}
+                entry["results"] = []
         return json.dumps(found, indent=2)
 
     @property
@@ -130,8 +127,6 @@ class Report:
             if case.gate == "passed":
                 ratios = ", ".join(f"{pair} {ratio}" for pair, ratio in case.ratios.items())
                 console.print(f"{case.name}: {ratios}", highlight=False)
-            if case.gate == "passed" and case.parts:
-                console.print(f"{case.name}: {_split(case.parts)}", highlight=False)
 
     def _kernels(self) -> str:
         """The kernels that ran, such as "AVX-512 kernels"."""
@@ -151,13 +146,6 @@ def _round(value: float) -> float:
     if value == 0 or not math.isfinite(value):
         return value
     return float(round(value, max(0, 3 - math.floor(math.log10(abs(value))))))
-
-
-def _split(parts: Mapping[str, float]) -> str:
-    """The parts of a step, with their shares: "step 2 ms = score 1.5 ms (75%) + ..."."""
-    step = parts["step"]
-    shares = (f"{k} {_time(us)} ({us / step:.0%})" for k, us in parts.items() if k != "step")
-    return f"step {_time(step)} = " + " + ".join(shares)
 
 
 def _time(us: float) -> str:

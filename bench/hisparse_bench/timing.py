@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Any, Final, NamedTuple
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
 import torch
 
-from hisparse.kernels.build.cpu import cpu_library
-from hisparse.kernels.operation import OPERATIONS
-from hisparse_bench.random_requests import RandomRequests
+from hisparse_bench.options import Options
+from hisparse_bench.report import Case, Result
 
 
 class Candidate(NamedTuple):
@@ -27,6 +24,8 @@ class Candidate(NamedTuple):
     prepare: Callable[[int], Any] | None = None
 
 
+#: Steps before the timed ones.
+WARMUPS = 3
 #: Steps in a turn.
 _BLOCK = 8
 
@@ -36,7 +35,7 @@ def time_in_turns(
     num_steps: int,
     *,
     device: torch.device,
-    num_warmups: int = 3,
+    num_warmups: int = WARMUPS,
 ) -> dict[str, list[float]]:
     """Time every step of every candidate.
 
@@ -68,6 +67,38 @@ def time_in_turns(
     return times
 
 
+def timed_case(
+    name: str,
+    params: Mapping[str, Any],
+    candidates: Mapping[str, Candidate],
+    options: Options,
+    *,
+    agrees: Callable[[], bool],
+    moved: int | None = None,
+    num_warmups: int = WARMUPS,
+) -> Case:
+    """Time candidates in turns.
+
+    Args:
+        name: name of the case.
+        params: sizes and other parameters.
+        candidates: name to candidate.
+        options: device and number of steps.
+        agrees: says, after the timed steps, whether results are correct.
+        moved: bytes of a step, where bytes are what counts.
+        num_warmups: steps before the timed ones.
+    """
+    times = time_in_turns(
+        candidates, options.num_steps, device=options.device, num_warmups=num_warmups
+    )
+    return Case(
+        name=name,
+        params={**params, "threads": torch.get_num_threads()},
+        gate="passed" if agrees() else "failed",
+        results=[Result.of(impl, seconds, moved) for impl, seconds in times.items()],
+    )
+
+
 def _seconds_cpu(run: Callable[[int], Any], step: int) -> float:
     start = time.perf_counter()
     run(step)
@@ -95,87 +126,3 @@ class _CudaClock:
             self._cycles = min(2 * self._cycles, self._MOST)
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
-
-
-#: What is measured; "rest" is the remainder of the step.
-PARTS: Final = ("score", "select", "swap_in", "attention")
-
-
-def time_parts(requests: RandomRequests, steps: Candidate, num_steps: int) -> dict[str, float]:
-    """Microseconds of each part of a decode step on a CPU.
-
-    Clocks are put around the parts for these steps only, which are separate from the timed ones:
-    times reported elsewhere have no clock inside. A clock costs less than a microsecond, which
-    "rest" contains.
-
-    - "score": ``retrieve_topk`` of the algorithm without the kernel ``select``;
-    - "select": the kernel ``select``;
-    - "swap_in": ``swap_in`` of the cache manager: hits, victims, copies, page table;
-    - "attention": ``attend`` of the adapter;
-    - "rest": everything else: storing the new token, order, preparation of tensors;
-    - "step": the whole, the sum of the parts.
-
-    All are means over the middle half of the steps, ordered by their time, so that the parts sum
-    to the step. Median parts do not sum to a median step.
-
-    Args:
-        requests: the requests that ``steps`` decodes.
-        steps: runs one step.
-        num_steps: steps to measure, at least 1.
-    """
-    found = []
-    clocks = _Clocks()
-    with clocks.around(requests):
-        for step in range(num_steps):
-            if steps.prepare is not None:
-                steps.prepare(step)
-            found.append(clocks.split(steps.run, step))
-    found.sort(key=lambda parts: parts["step"])
-    quarter = num_steps // 4
-    middle = found[quarter : num_steps - quarter]
-    return {part: 1e6 * sum(x[part] for x in middle) / len(middle) for part in middle[0]}
-
-
-class _Clocks:
-    """Measures the time within wrapped functions, each without those that it calls."""
-
-    def __init__(self) -> None:
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        # Seconds of the wrapped functions that each running function has called.
-        self._inner = [0.0]
-
-    def around(self, requests: RandomRequests) -> ExitStack:
-        """Wrap the parts; the result, a context manager, takes the clocks away."""
-        coordinator = requests.coordinator
-        impl = "reference" if cpu_library() is None else "cpu"
-        owners: dict[str, tuple[Any, str]] = {
-            "score": (requests, "retrieve_topk"),
-            "select": (OPERATIONS["select"].module(impl), "select"),
-            "swap_in": (coordinator.manager, "swap_in"),
-            "attention": (requests.adapter, "attend"),
-        }
-        stack = ExitStack()
-        for part, (owner, name) in owners.items():
-            wrapped = self._wrap(part, getattr(owner, name))
-            stack.enter_context(patch.object(owner, name, wrapped))
-        return stack
-
-    def _wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
-            self._inner.append(0.0)
-            start = time.perf_counter()
-            result = function(*arguments, **options)
-            seconds = time.perf_counter() - start
-            self._seconds[part] += seconds - self._inner.pop()
-            self._inner[-1] += seconds
-            return result
-
-        return timed
-
-    def split(self, run: Callable[[int], Any], step: int) -> dict[str, float]:
-        """Run one step: seconds by part."""
-        self._seconds, self._inner = dict.fromkeys(PARTS, 0.0), [0.0]
-        start = time.perf_counter()
-        run(step)
-        whole = time.perf_counter() - start
-        return {**self._seconds, "rest": whole - self._inner[0], "step": whole}

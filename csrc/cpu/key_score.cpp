@@ -1,7 +1,6 @@
 // key_score: the maximum or the log-sum-exp of q.k over each page's tokens, with keys read in place
 // from the host pool.
 #include "dots.h"
-#include "host_keys.h"
 #include "logit_cap.h"
 #include "parallel.h"
 #include "simd.h"
@@ -15,12 +14,39 @@
 namespace hisparse {
 namespace {
 
+struct HostKeys {
+  const char* data;  // [pages, heads, page_size, dim]; strides in elements
+  int64_t page_stride, head_stride, token_stride;
+  int64_t num_pages;
+  int32_t heads, page_size, dim;
+};
+
+HostKeys host_keys_of(TensorView keys) {
+  HostKeys found;
+  found.data = data_of<const char>(keys, "keys");
+  found.page_stride = keys.stride(0);
+  found.head_stride = keys.stride(1);
+  found.token_stride = keys.stride(2);
+  found.num_pages = keys.size(0);
+  found.heads = static_cast<int32_t>(keys.size(1));
+  found.page_size = static_cast<int32_t>(keys.size(2));
+  found.dim = static_cast<int32_t>(keys.size(3));
+  return found;
+}
+
+// Reports a page outside the pool.
+void check_in_pool(bool in_pool, const HostKeys& keys) {
+  if (!in_pool) {
+    TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << keys.num_pages
+                              << "), the pages of the keys";
+  }
+}
+
 struct KeyScoreParams {
   const float* query;              // [B, Hq, D]
   HostKeys keys;
   Rows<const int32_t> host_pages;  // [B, P]
   const int32_t* num_pages;        // [B]
-  const uint8_t* wanted;           // [B, Hq, P], or null: all
   float* scores;                   // [B, Hq, P]
   int64_t batch, width;
   int32_t q_heads;
@@ -57,38 +83,27 @@ bool score_run(const KeyScoreParams& p, int64_t b, int64_t kv_head, int64_t firs
   const int64_t room = (p.keys.page_size + kLanes - 1) / kLanes * kLanes;
   const Raw* keys = reinterpret_cast<const Raw*>(p.keys.data) + kv_head * p.keys.head_stride;
   float* scores = p.scores + row * p.width;
-  const auto is_wanted = [&](int64_t g, int64_t page) {
-    return p.wanted == nullptr || p.wanted[(row + g) * p.width + page] != 0;
-  };
   for (int64_t g = 0; g < group; ++g) {
     std::fill(scores + g * p.width + first, scores + g * p.width + last, -INFINITY);
   }
-  int64_t asked[kPagesPerItem];
-  int64_t count = 0;
   for (int64_t page = first; page < present; ++page) {
-    bool any = false;
-    for (int64_t g = 0; g < group; ++g) any = any || is_wanted(g, page);
-    if (!any) continue;
     if (p.host_pages[b][page] < 0 || p.host_pages[b][page] >= p.keys.num_pages) return false;
-    asked[count++] = page;
   }
-  const auto keys_of = [&](int64_t i) {
-    return keys + p.host_pages[b][asked[std::min(i, count - 1)]] * p.keys.page_stride;
+  const auto keys_of = [&](int64_t page) {
+    return keys + p.host_pages[b][std::min(page, present - 1)] * p.keys.page_stride;
   };
   const int64_t pages_ahead = std::max<int64_t>(1, kTokensAhead / p.keys.page_size);
   thread_local std::vector<float> logits;
   logits.resize(group * room);
   std::vector<float> found(group);
-  for (int64_t i = 0; i < count; ++i) {
-    page_dots<T>(p.query + row * p.keys.dim, static_cast<int32_t>(group), keys_of(i),
-                 keys_of(i + pages_ahead), p.keys.token_stride, p.keys.page_size, p.keys.dim,
+  for (int64_t page = first; page < present; ++page) {
+    page_dots<T>(p.query + row * p.keys.dim, static_cast<int32_t>(group), keys_of(page),
+                 keys_of(page + pages_ahead), p.keys.token_stride, p.keys.page_size, p.keys.dim,
                  logits.data(), room);
     for_blocks(static_cast<int32_t>(group), [&](auto queries, int32_t g) {
       reduce<decltype(queries)::value>(p, logits.data() + g * room, &found[g]);
     });
-    for (int64_t g = 0; g < group; ++g) {
-      if (is_wanted(g, asked[i])) scores[g * p.width + asked[i]] = found[g];
-    }
+    for (int64_t g = 0; g < group; ++g) scores[g * p.width + page] = found[g];
   }
   return true;
 }
@@ -110,7 +125,6 @@ bool run(const KeyScoreParams& p) {
 void key_score(Arguments& in) {
   const TensorView query = in.tensor(), keys = in.tensor(), host_page_table = in.tensor(),
                    num_pages = in.tensor();
-  const uint8_t* wanted = in.data_or_null<const uint8_t>("pages");
   const TensorView scores = in.tensor();
   const auto sums = in.number<bool>();
   const auto logit_cap = in.number<double>();
@@ -119,7 +133,6 @@ void key_score(Arguments& in) {
   p.keys = host_keys_of(keys);
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
   p.num_pages = data_of<const int32_t>(num_pages, "num_pages");
-  p.wanted = wanted;
   p.scores = data_of<float>(scores, "scores");
   p.batch = query.size(0);
   p.width = scores.size(2);

@@ -15,7 +15,7 @@ constexpr double kElementsPerNs = 2.0;
 // Largest number of bfloat16 that float16 has.
 constexpr float kLargestRope = 65280.0f;
 
-// The order of bytes in a row: LatentRow in hisparse/kernels/quantize/rules.py.
+// The order of bytes in a row: LatentRow in hisparse/kernels/quantize/op.py.
 struct Row {
   int32_t rank, tile, scales_at, rope_at, rope;
 };

@@ -1,5 +1,5 @@
 // Numbers in eight bits under a power of two for each vector. Scales are derived as in
-// hisparse/kernels/quantize/rules.py.
+// hisparse/kernels/quantize/op.py.
 #pragma once
 
 #include "simd.h"

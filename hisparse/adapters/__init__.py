@@ -9,9 +9,6 @@ from hisparse.adapters.base import (
     merge_attended,
 )
 from hisparse.adapters.choose import ChosenAdapter, choose_adapter
-from hisparse.adapters.dsa import DSAAdapter
-from hisparse.adapters.flash_attention import FlashAttentionAdapter
-from hisparse.adapters.flashinfer import FlashInferAdapter
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.adapters.triton import TritonAdapter
 
@@ -20,9 +17,6 @@ __all__ = [
     "Attended",
     "BackendAdapter",
     "ChosenAdapter",
-    "DSAAdapter",
-    "FlashAttentionAdapter",
-    "FlashInferAdapter",
     "TableLimits",
     "TorchAdapter",
     "TritonAdapter",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hisparse.adapters.masked_attention import attend_masked, mask_all_but
 from hisparse.errors import HiSparseError
-from hisparse.kernels.device_limits import DeviceLimits
+from hisparse.kernels import cap_logits
 from hisparse.registry import Registry
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
+
+#: Queries that :meth:`BackendAdapter.attend_chosen` takes at once, which limits the memory of the
+#: logits.
+_QUERY_BLOCK = 512
 
 
 class Attended(NamedTuple):
@@ -209,9 +212,50 @@ class BackendAdapter(ABC):
         Returns:
             out ``[T, Hq, Dv]``, lse ``[T, Hq]``; 0 and -inf for a query without keys.
         """
-        return Attended(*attend_masked(q, k, v, rule, mask_all_but(chosen, k.shape[0])))
+        num_keys, kv_heads = k.shape[:2]
+        keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)
+        outs, lses = [], []
+        for block, own in zip(q.split(_QUERY_BLOCK), chosen.split(_QUERY_BLOCK), strict=True):
+            own = own.long()
+            # Padding goes to one extra column, which is cut off below.
+            own = torch.where((own >= 0) & (own < num_keys), own, num_keys)
+            hidden = torch.ones(len(own), num_keys + 1, dtype=torch.bool, device=own.device)
+            hidden = hidden.scatter_(1, own, False)[:, :num_keys]
+            queries = block.float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+            logits = cap_logits((queries @ keys[:, None]) * rule.scale, rule.logit_cap)
+            logits.masked_fill_(hidden, -torch.inf)
+            lse = logits.logsumexp(-1)
+            # For a query without keys -inf - -inf is NaN; its weights must be 0.
+            largest = lse.clamp(min=torch.finfo(lse.dtype).min)
+            out = (logits - largest[..., None]).exp_() @ values[:, None]
+            outs.append(out.flatten(0, 1).transpose(0, 1).contiguous())
+            lses.append(lse.flatten(0, 1).transpose(0, 1))
+        return Attended(torch.cat(outs), torch.cat(lses))
 
 
 ADAPTERS: Registry[BackendAdapter] = Registry(
     "adapter", package="hisparse.adapters", entry_point_group="hisparse.adapters"
 )
+
+
+class DeviceLimits(NamedTuple):
+    """Properties of one GPU.
+
+    Attributes:
+        name: such as "NVIDIA L40S (sm_89)".
+        shared_bytes: shared memory that one block may take: 163 KiB on sm_80, 227 KiB on sm_90 and
+            sm_100, 99 KiB on sm_86, sm_89 and sm_120.
+    """
+
+    name: str
+    shared_bytes: int
+
+
+def device_limits(device_type: str) -> DeviceLimits | None:
+    """Properties of the current GPU; None if ``device_type`` is not "cuda", or without a GPU."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return None
+    # PyTorch's stubs lack the last property.
+    about: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    name = f"{about.name} (sm_{about.major}{about.minor})"
+    return DeviceLimits(name, about.shared_memory_per_block_optin)

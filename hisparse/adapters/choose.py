@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from hisparse.adapters.base import ADAPTERS, BackendAdapter
+from hisparse.adapters.base import ADAPTERS, BackendAdapter, DeviceLimits
 from hisparse.errors import ConfigError
-from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.types import AttentionRule, KVSpec, SelectionScope
 
 #: Adapters by device type in order of preference, each with the reason for the choice. Libraries
@@ -65,10 +64,7 @@ def choose_adapter(
     rules = tuple(rules)
 
     def mismatch(name: str) -> str | None:
-        adapter = ADAPTERS.get(name)
-        return _mismatch_of_rules(adapter, rules) or _mismatch(
-            adapter, device_type, kv, scope, scaled=scaled, device=device
-        )
+        return _mismatch(ADAPTERS.get(name), device_type, kv, scope, scaled, device, rules)
 
     if wanted is not None:
         reason = mismatch(wanted)
@@ -94,12 +90,18 @@ def _mismatch(
     device_type: str,
     kv: KVSpec | None,
     scope: SelectionScope | None,
-    *,
     scaled: str | None,
     device: DeviceLimits | None,
+    rules: Iterable[AttentionRule],
 ) -> str | None:
     """Why an adapter cannot serve a model on this machine, in a few words; None if it can."""
-    checks: list[_Check] = [("device", device_type, cls.device_types)]
+    checks: list[_Check] = [
+        (name, getattr(rule, name), ("0 (none)",))
+        for rule in rules
+        for name in ("logit_cap", "window")
+        if getattr(rule, name) and not getattr(cls, name)
+    ]
+    checks.append(("device", device_type, cls.device_types))
     # An adapter of latents alone sees none: they are decoded before.
     if scaled is not None and cls.latent != (True,):
         checks.append(("kv_cache_dtype", scaled, None if cls.scaled else ("auto",)))
@@ -122,18 +124,6 @@ def _mismatch(
         return reason
     missing = cls.missing()
     return None if missing is None else f"cannot be used here: {missing}"
-
-
-def _mismatch_of_rules(cls: type[BackendAdapter], rules: Iterable[AttentionRule]) -> str | None:
-    """Why an adapter cannot attend as a layer does, in a few words; None if it can."""
-    for rule in rules:
-        for name, got, supported in (
-            ("logit_cap", rule.logit_cap, cls.logit_cap),
-            ("window", rule.window, cls.window),
-        ):
-            if got and not supported:
-                return f"cannot do {name} {got}, it takes 0 (none)"
-    return None
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

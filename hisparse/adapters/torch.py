@@ -7,9 +7,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
+from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter, DeviceLimits
 from hisparse.kernels import chunk_attention, paged_attention
-from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 from hisparse.units import format_bytes
 
@@ -22,6 +21,8 @@ class TorchAdapter(BackendAdapter):
     logit_cap = True
     window = True
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
+    #: Implementation of :func:`hisparse.kernels.paged_attention`.
+    impl: str = "auto"
 
     @classmethod
     def device_refused(cls, kv: KVSpec, device: DeviceLimits) -> str | None:
@@ -38,12 +39,12 @@ class TorchAdapter(BackendAdapter):
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule))
+        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule, impl=self.impl))
 
     def attend_scaled(
         self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule))
+        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule, impl=self.impl))
 
     def attend_prefill(
         self,

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from torch import Tensor
-
-from hisparse.adapters.base import ADAPTERS, Attended
+from hisparse.adapters.base import ADAPTERS
 from hisparse.adapters.torch import TorchAdapter
-from hisparse.kernels import paged_attention
-from hisparse.types import AttentionRule, PagedKV, StoredKV
 
 
 @ADAPTERS.register("triton")
@@ -25,19 +21,8 @@ class TritonAdapter(TorchAdapter):
     """
 
     device_types = ("cuda",)
+    impl = "triton"
 
     @classmethod
     def missing(cls) -> str | None:
         return None if find_spec("triton") else "Triton is not installed"
-
-    def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
-    ) -> Attended:
-        attended = paged_attention(q, kv, page_table, seq_lens, rule=rule, impl="triton")
-        return Attended(*attended)
-
-    def attend_scaled(
-        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
-    ) -> Attended:
-        attended = paged_attention(q, kv, page_table, seq_lens, rule=rule, impl="triton")
-        return Attended(*attended)

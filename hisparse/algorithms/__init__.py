@@ -1,4 +1,4 @@
-"""The contract of sparse algorithms, and the built-in ones: one file or folder each.
+"""The contract of sparse algorithms, and the built-in ones, one file each.
 
 An algorithm's file needs no other import of hisparse than this one::
 

@@ -14,7 +14,7 @@ from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.config import HiSparseConfig
 from hisparse.options import from_options
 from hisparse.registry import Registry
-from hisparse.types import KVSpec, Selection, SelectionScope
+from hisparse.types import Selection, SelectionScope
 
 #: The owner of one entry of a representation.
 RepresentationOwner = Literal["page", "request", "layer"]
@@ -102,25 +102,6 @@ class BaseSparseAlgorithm(ABC):
     @property
     def query_window(self) -> int:
         """Queries at the prompt's end that the algorithm needs; no prefix cache may skip them."""
-        return 0
-
-    def resolved(
-        self, policy: SelectionPolicy, *, context_length: int, host_bytes: int
-    ) -> BaseSparseAlgorithm:
-        """Resolve options that depend on the deployment; called once, at start.
-
-        Args:
-            policy: shapes of the model and the rules of selections.
-            context_length: tokens, the longest sequence.
-            host_bytes: host memory for the KV pool and for the algorithm's own data.
-
-        Returns:
-            the algorithm with all options resolved.
-        """
-        return self
-
-    def host_token_bytes(self, kv: KVSpec) -> int:
-        """The most host memory for one token beside its K and V, in bytes, all layers."""
         return 0
 
     def captured_bytes(self, policy: SelectionPolicy, num_pages: int) -> int:

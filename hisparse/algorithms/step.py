@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.algorithms.request_indexes import RequestIndexes
 from hisparse.kernels import SelectRule, TailPages, paged_attention
 from hisparse.types import (
     AttentionRule,
@@ -117,8 +115,9 @@ class PrefillStep:
         context_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
         is_last: whether the prompt ends here, as far as the framework knows.
         indexer: indexer inputs of the chunk's tokens, for algorithms that declare ``indexer``.
-        read_context: see :meth:`context_keys`.
-        indexes: the algorithm's host-memory indexes of each request.
+        context_keys: streams all keys of a layer up to ``end`` from host memory. It yields the
+            position of the first key, a multiple of S, and keys ``[t, Hkv, D]``, valid until the
+            next iteration.
     """
 
     policy: SelectionPolicy
@@ -130,23 +129,12 @@ class PrefillStep:
     context_pages: Tensor
     is_last: bool
     indexer: IndexerInputs | None
-    read_context: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
-    indexes: RequestIndexes | None = None
+    context_keys: Callable[[int], Iterator[tuple[int, Tensor]]]
 
     @property
     def end(self) -> int:
         """Position after the chunk's last token."""
         return self.start + self.length
-
-    def context_keys(self, layer_id: int) -> Iterator[tuple[int, Tensor]]:
-        """Stream all keys up to ``end`` from host memory.
-
-        Yields:
-            the position of the first key, a multiple of S, and keys ``[t, Hkv, D]``, valid until
-            the next iteration.
-        """
-        for position, keys, _ in self.read_context(layer_id):
-            yield position, keys
 
 
 class KVReader(Protocol):
@@ -171,13 +159,15 @@ class KVReader(Protocol):
 
 @dataclass
 class StepCache:
-    """What one layer of a step found for the layers after it. It ends with the step.
+    """What layers of a step pass on, and what the current one was given. It ends with the step.
 
     Attributes:
+        indexer: see :attr:`DecodeStep.indexer`.
         selection: what the layers of the current group attend; None before the first one selects.
         values: what :meth:`DecodeStep.once` computed, by the algorithm's name for it.
     """
 
+    indexer: IndexerInputs | None = None
     selection: Selection | None = None
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -186,7 +176,7 @@ class StepCache:
 class DecodeStep:
     """Requests of a decode step: what selection, residency and attention know of them.
 
-    All layers share it. The first attributes, up to ``indexes``, are for algorithms.
+    All layers share it. The first attributes, up to ``kv_io``, are for algorithms.
 
     Attributes:
         policy: the rules of every selection.
@@ -198,9 +188,6 @@ class DecodeStep:
             the longest context.
         host_page_table: ``[B, P] int32``, host page of each page; P is at least ``max_pages``.
         kv_io: reads keys and values.
-        indexer: indexer inputs of the new tokens in one layer, for algorithms that declare
-            ``indexer``.
-        indexes: the algorithm's host-memory indexes of each request.
         seq_lens_cpu: ``[B]``, tokens of each request, known on the host; in a captured step, the
             most that it may have.
         host_slots: ``[B] int64``, host slot of each new token.
@@ -227,8 +214,6 @@ class DecodeStep:
     max_pages: int
     host_page_table: Tensor
     kv_io: KVReader
-    indexer: IndexerInputs | None = None
-    indexes: RequestIndexes | None = None
     seq_lens_cpu: np.ndarray
     host_slots: Tensor
     rows: Tensor
@@ -243,6 +228,11 @@ class DecodeStep:
     by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
     dense_by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
     cache: StepCache = field(default_factory=StepCache, init=False, compare=False, repr=False)
+
+    @property
+    def indexer(self) -> IndexerInputs | None:
+        """Of the new tokens in the current layer, for algorithms that declare ``indexer``."""
+        return self.cache.indexer
 
     @cached_property
     def forced_pages(self) -> Tensor:
@@ -349,13 +339,11 @@ class DecodeStep:
         full = rows.view(len(page), -1)[:, 0]
         return rows, torch.where(full, page, 0).long()
 
-    def with_indexer(self, indexer: IndexerInputs) -> DecodeStep:
-        """The same requests in one layer, by the inputs of the whole batch; shares the cache."""
-        # Not replace, which would give the layer an empty cache.
-        step = copy(self)
-        inputs = indexer if self.index is None else indexer.take(self.index)
-        object.__setattr__(step, "indexer", inputs)
-        return step
+    def use_indexer(self, indexer: IndexerInputs) -> None:
+        """Take the inputs of the whole batch in the layer that begins, for the parts too."""
+        for part in (self, self.last, self.by_mode.get("sparse")):
+            if part is not None:
+                part.cache.indexer = indexer if part.index is None else indexer.take(part.index)
 
     def take(self, places: np.ndarray) -> DecodeStep:
         """The requests at ``places [n] int64`` of the step."""
@@ -371,7 +359,6 @@ class DecodeStep:
             max_pages=int(seq_lens_cpu.max() - 1) // self.policy.kv.page_size,
             host_page_table=self.host_page_table[index],
             kv_io=self.kv_io,
-            indexes=self.indexes,
             seq_lens_cpu=seq_lens_cpu,
             host_slots=self.host_slots[index],
             rows=self.rows[rows],

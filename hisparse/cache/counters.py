@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,49 @@ _ON_DEVICE = (
     "invalid_scores",
     "malformed_selections",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStats:
+    """Totals since the start; pages and selections are counted over layers and rows.
+
+    Attributes:
+        hit_pages: selected pages that were resident, in decode steps.
+        miss_pages: selected pages that were loaded, in decode steps.
+        selected_tokens: tokens that decode steps attended.
+        selections: selections that the algorithm made.
+        prefetched_pages: pages that were loaded before a query selected them.
+        capped_selections: selections of varying length that filled ``device_buffer_size`` and left
+            pages out.
+        invalid_scores: selections for which the algorithm scored a page with NaN or +inf.
+        malformed_selections: selections with a duplicate page, a gap, a page that the request does
+            not have, or another length than stated; summed over the layers that attend them.
+        decode_read_bytes: bytes from host to device during decode steps.
+        prefill_read_bytes: bytes from host to device during prefill.
+        written_bytes: bytes from device to host.
+        extensions: totals of the extensions' own counters, by name.
+        layers: ``hit_pages`` and ``miss_pages`` of each layer; empty without ``layer_metrics``.
+    """
+
+    hit_pages: int
+    miss_pages: int
+    selected_tokens: int
+    selections: int
+    prefetched_pages: int
+    capped_selections: int
+    invalid_scores: int
+    malformed_selections: int
+    decode_read_bytes: int
+    prefill_read_bytes: int
+    written_bytes: int
+    extensions: Mapping[str, int]
+    layers: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def hit_ratio(self) -> float:
+        """Hits per selected page; 1.0 before the first selection."""
+        selected = self.hit_pages + self.miss_pages
+        return self.hit_pages / selected if selected else 1.0
 
 
 class Counters:
@@ -77,6 +121,24 @@ class Counters:
         on_device = zip(self._names, self._published.tolist(), strict=True)
         return self._on_host + Counter(dict(on_device))
 
-    def layers(self) -> tuple[tuple[int, int], ...]:
-        """Hits and misses of each layer, as of :meth:`totals`; empty if layers are not counted."""
-        return tuple((hits, misses) for hits, misses in self._published_layers.tolist())
+    def stats(self, *, page_tokens: int, page_bytes: int) -> CacheStats:
+        """The totals as users see them.
+
+        Args:
+            page_tokens: S.
+            page_bytes: bytes of one device page.
+        """
+        totals = self.totals()
+        on_device = {name: totals[name] for name in _ON_DEVICE}
+        selected = totals["hit_pages"] + totals["miss_pages"]
+        loaded = totals["miss_pages"] + totals["prefetched_pages"]
+        return CacheStats(
+            **on_device,
+            selected_tokens=selected * page_tokens + totals["other_tokens"],
+            selections=totals["selections"],
+            decode_read_bytes=loaded * page_bytes + totals["streamed_decode_bytes"],
+            prefill_read_bytes=totals["prefill_read_bytes"],
+            written_bytes=totals["written_bytes"],
+            extensions={name: totals[name] for name in self._names[len(_ON_DEVICE) :]},
+            layers=tuple((hits, misses) for hits, misses in self._published_layers.tolist()),
+        )

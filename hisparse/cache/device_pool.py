@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from hisparse.cache.formats import format_of
 from hisparse.kernels import RowState
 from hisparse.types import KVSpec, PagedKV, StoredKV
+
+
+class RowSnapshot(NamedTuple):
+    """Which pages some rows held in one layer, and in which LRU order; no K and no V.
+
+    Attributes:
+        rows: ``[R] int64``, state rows.
+        slot_pages, lru_order, device_pages: ``[R, W] int32``, see :class:`RowState`.
+        tail_pages: ``[R] int32``, device page of each row's tail.
+    """
+
+    rows: Tensor
+    slot_pages: Tensor
+    lru_order: Tensor
+    device_pages: Tensor
+    tail_pages: Tensor
+
+    def take(self, index: Tensor) -> RowSnapshot:
+        """The rows ``index [n] int64`` of the snapshot."""
+        return RowSnapshot(*(table[index] for table in self))
 
 
 class DevicePool:
@@ -100,3 +122,23 @@ class DevicePool:
     def state(self, layer_id: int) -> RowState:
         """One layer's tables."""
         return self._layer_states[layer_id]
+
+    def save_rows(self, layer_id: int, rows: Tensor, width: int) -> RowSnapshot:
+        """Copy the tables of ``rows [R] int64``; ``width`` is at least the capacity of each."""
+        held, order, pages = (table[rows, :width] for table in self.state(layer_id)[:3])
+        return RowSnapshot(rows, held, order, pages, self.tail_pages[layer_id, rows])
+
+    def restore_rows(self, layer_id: int, saved: RowSnapshot) -> None:
+        """Write a snapshot back to the tables, which the rows' capacities still allow.
+
+        The device pages keep their K and V; see :meth:`KVReadWrite.read_changed`.
+        """
+        state, rows = self.state(layer_id), saved.rows
+        width = saved.slot_pages.shape[1]
+        state.slot_pages[rows, :width] = saved.slot_pages
+        state.lru_order[rows, :width] = saved.lru_order
+        state.device_pages[rows, :width] = saved.device_pages
+        self.tail_pages[layer_id, rows] = saved.tail_pages
+        if state.page_slots is not None:
+            row, slot = torch.nonzero(saved.slot_pages >= 0, as_tuple=True)
+            state.page_slots[rows[row], saved.slot_pages[row, slot].long()] = slot.to(torch.int32)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
 from hisparse import kernels
 from hisparse.algorithms import DecodeStep
-from hisparse.cache.device_pool import DevicePool
+from hisparse.cache.device_pool import DevicePool, RowSnapshot
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.errors import HiSparseError
 from hisparse.kernels import (
     TailPages,
     gather_pages,
@@ -19,31 +21,32 @@ from hisparse.kernels import (
 from hisparse.types import PagedKV, StoredKV
 
 
+def _pools(*stored: StoredKV) -> Iterator[list[PagedKV]]:
+    """Keys and values of each, and then the scales of each, if they have any."""
+    yield [each.kv for each in stored]
+    scales = [each.scales for each in stored if each.scales is not None]
+    if len(scales) == len(stored):
+        yield [PagedKV(each, each) for each in scales]
+
+
 def write_tokens(new: StoredKV, dst: StoredKV, slots: Tensor) -> None:
     """Write tokens ``[T, H, D]`` to ``slots [T] int64`` of pages ``[P, H, S, D]``."""
-    scatter_tokens(new.k, new.v, dst.kv, slots)
-    if new.scales is not None and dst.scales is not None:
-        scatter_tokens(new.scales, new.scales, PagedKV(dst.scales, dst.scales), slots)
+    for tokens, pages in _pools(new, dst):
+        scatter_tokens(*tokens, pages, slots)
 
 
 def append_tokens(
     new: StoredKV, host: StoredKV, host_slots: Tensor, device: StoredKV, tail_slots: Tensor
 ) -> None:
     """Write tokens ``[B, H, D]`` to both pools; see :func:`hisparse.kernels.append_tokens`."""
-    kernels.append_tokens(new.k, new.v, host.kv, host_slots, device.kv, tail_slots)
-    if new.scales is not None and host.scales is not None and device.scales is not None:
-        to_host = PagedKV(host.scales, host.scales)
-        to_device = PagedKV(device.scales, device.scales)
-        kernels.append_tokens(new.scales, new.scales, to_host, host_slots, to_device, tail_slots)
+    for tokens, to_host, to_device in _pools(new, host, device):
+        kernels.append_tokens(*tokens, to_host, host_slots, to_device, tail_slots)
 
 
 def read_tokens(src: StoredKV, slots: Tensor) -> StoredKV:
     """Tokens ``[T, H, D]`` at ``slots [T] int64`` of pages ``[P, H, S, D]``, on their device."""
-    k, v = gather_tokens(src.kv, slots)
-    if src.scales is None:
-        return StoredKV(k, v)
-    scales, _ = gather_tokens(PagedKV(src.scales, src.scales), slots)
-    return StoredKV(k, v, scales)
+    kv, *scales = [gather_tokens(pages, slots) for (pages,) in _pools(src)]
+    return StoredKV(*kv, *(each for each, _ in scales))
 
 
 def move_pages(
@@ -81,7 +84,14 @@ class KVReadWrite:
     def append(
         self, layer_id: int, tail_slots: Tensor, host_slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        """Write new tokens to tail pages and host slots: ``SparseKVCacheManager.append``."""
+        """Write each request's new token to its tail pages and to its host slot.
+
+        Args:
+            layer_id: layer number.
+            tail_slots: ``[R] int64``, device page of the row's tail times S, plus the offset in it.
+            host_slots: ``[B] int64``.
+            k, v: ``[B, Hkv, D]``.
+        """
         self._verify(host_slots)
         new = self._host.format.encode(k, v)
         append_tokens(
@@ -125,13 +135,7 @@ class KVReadWrite:
         Raises:
             HiSparseError: they are stored otherwise than in the model's dtype.
         """
-        if self._host.format.encoded:
-            raise HiSparseError(
-                f"an algorithm reads keys in host memory: got {self._host.kv.kv_cache_dtype} keys, "
-                "expected kv_cache_dtype 'auto'; the algorithm has to declare reads_host_keys = "
-                "True"
-            )
-        return self._host.layer(layer_id)
+        return self._host.format.in_place(self._host.stored(layer_id))
 
     def read_tokens(self, layer_id: int, host_slots: Tensor) -> PagedKV:
         """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""
@@ -141,6 +145,29 @@ class KVReadWrite:
         """Stored values at ``host_slots [T]``, ``[T, Hkv, D]`` on the device."""
         stored = read_tokens(self._host.stored(layer_id), host_slots)
         return StoredKV(*(x.to(self._device.device) for x in stored.tensors))
+
+    def read_changed(
+        self, layer_id: int, before: RowSnapshot, host_page_table: Tensor, tail_index: Tensor
+    ) -> None:
+        """Read pages from host memory that rows have by their tables, but not in device memory.
+
+        Args:
+            layer_id: layer number.
+            before: the tables that tell what the device pages hold.
+            host_page_table: ``[B, P] int32``, host pages of the rows' requests.
+            tail_index: ``[B] int32``, index of the tail page; -1: it is empty, or where it was.
+        """
+        heads = self._device.heads
+        now = self._device.save_rows(layer_id, before.rows, before.slot_pages.shape[1])
+        tail_index = tail_index.repeat_interleave(heads)[:, None]
+        lost = now.slot_pages != before.slot_pages
+        lost |= now.device_pages != before.device_pages
+        wanted = torch.cat([now.slot_pages.where(lost, -1), tail_index], 1)
+        table = host_page_table.repeat_interleave(heads, 0)
+        source = table.gather(1, wanted.clamp(min=0).long()).where(wanted >= 0, -1)
+        target = torch.cat([now.device_pages, now.tail_pages[:, None]], 1).where(wanted >= 0, -1)
+        host, device = self._host.stored(layer_id), self._device.stored(layer_id)
+        move_pages(host, source, device, target, heads=heads)
 
     def _verify(self, host_slots: Tensor) -> None:
         if self._checked:

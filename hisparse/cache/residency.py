@@ -1,4 +1,4 @@
-"""Tracks how many device pages each request owns; changes apply only between forwards."""
+"""Decides how many device pages each running request owns, and applies it between forwards."""
 
 from __future__ import annotations
 
@@ -8,9 +8,137 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.cache.capacity import RowCapacities
 from hisparse.cache.device_pool import DevicePool
+from hisparse.errors import CapacityError
 from hisparse.kernels import drop_pages, rebalance, reset_rows, verify_capacity
+
+
+class RowCapacities:
+    """Divides the device pages of a layer among live requests; all layers get the same numbers.
+
+    Each live request gets ``min_pages`` per row. The rest is divided equally among requests that
+    need more. Pages that no other request needs stay where they are.
+
+    Args:
+        total_pages: device pages of one layer, tail pages not counted.
+        rows_per_request: H; each row of a request gets the request's capacity.
+        min_pages: smallest capacity of a live request.
+        max_pages: largest capacity (C).
+        max_requests: largest number of live requests.
+        num_slots: request slots.
+
+    Attributes:
+        live: ``[slots] bool``, slots of the requests that have begun and not ended.
+        held: ``[slots]``, device pages that each row of a slot holds as of the last :meth:`fit`.
+    """
+
+    def __init__(
+        self,
+        total_pages: int,
+        rows_per_request: int,
+        min_pages: int,
+        max_pages: int,
+        max_requests: int,
+        num_slots: int,
+    ) -> None:
+        if total_pages < max_requests * rows_per_request * min_pages:
+            raise CapacityError(
+                f"device pages: got {total_pages} per layer, expected at least max_requests "
+                f"({max_requests}) * rows_per_request ({rows_per_request}) * min_pages "
+                f"({min_pages})"
+            )
+        if max_pages < min_pages:
+            raise CapacityError(
+                f"max_pages: got {max_pages}, expected at least min_pages ({min_pages})"
+            )
+        self._rows = rows_per_request
+        self._pages = total_pages // rows_per_request
+        self._min, self._max, self._max_requests = min_pages, max_pages, max_requests
+        self.live = np.zeros(num_slots, dtype=bool)
+        # The full pages of the context, and the largest need without a new division.
+        self.held, self._needs, self._covered = np.zeros((3, num_slots), dtype=np.int64)
+        self._changed = False
+
+    @property
+    def live_pages(self) -> int:
+        """Device pages of one layer that live requests hold; the next forward frees all others."""
+        return self._rows * int(self.held[self.live].sum())
+
+    def begin(self, slot: int) -> None:
+        """Start a request in a slot; it replaces a request that has not ended."""
+        if not self.live[slot] and self.live.sum() == self._max_requests:
+            raise CapacityError(
+                f"live requests: got {self._max_requests + 1} with request slot {slot}, expected "
+                f"at most max_requests ({self._max_requests})"
+            )
+        self.live[slot], self._needs[slot], self._changed = True, 0, True
+
+    def end(self, slot: int) -> None:
+        """End a request; the next :meth:`fit` frees its pages."""
+        self.live[slot], self._changed = False, True
+
+    def fit(self, slots: np.ndarray, needs: np.ndarray) -> np.ndarray:
+        """Fit capacities to the running requests; called once per forward.
+
+        Args:
+            slots: ``[B]``, request slots.
+            needs: ``[B]``, device pages that their contexts fill.
+
+        Returns:
+            the slots whose number in :attr:`held` has changed; those that shrink come first.
+        """
+        self._needs[slots] = needs = needs.clip(max=self._max)
+        if not self._changed and (needs <= self._covered[slots]).all():
+            return slots[:0]
+        self._changed = False
+        old, self.held = self.held, self._divide()
+        # A request that got less than its need waits until the need exceeds its target.
+        waits = self._needs > self.held
+        self._covered = np.where(waits, _with_headroom(self._needs), self.held)
+        return np.concatenate([np.flatnonzero(self.held < old), np.flatnonzero(self.held > old)])
+
+    def _divide(self) -> np.ndarray:
+        """The new capacities, ``[slots]``."""
+        new = np.where(self.live, self.held, 0)
+        held, needs, target = new[self.live], self._needs[self.live], self._targets()
+        grows = held < np.minimum(target, needs.clip(min=self._min))
+        missing = held.sum() + (target - held)[grows].sum() - self._pages
+        # Requests with the largest surplus shrink first.
+        surplus = (held - target).clip(min=0)
+        order = np.argsort(-surplus, kind="stable")
+        before = surplus[order].cumsum() - surplus[order]
+        held[order] -= (missing - before).clip(0, surplus[order])
+        new[self.live] = np.where(grows, target, held)
+        return new
+
+    def _targets(self) -> np.ndarray:
+        """Targets of the live requests: the smallest are raised until all pages are used."""
+        needs, held = self._needs[self.live], self.held[self.live]
+        wanted, required = _with_headroom(needs), needs.clip(self._min, self._max)
+        if required.sum() <= self._pages:
+            low, high = required, wanted
+        else:  # No request gets more headroom while another one lacks pages.
+            low = np.full_like(needs, self._min)
+            high = np.where(held >= needs, held.clip(max=wanted), wanted)
+        high = high.clip(self._min, self._max)
+        level, above = self._min, self._max + 1
+        while above - level > 1:
+            middle = (level + above) // 2
+            if np.clip(middle, low, high).sum() <= self._pages:
+                level = middle
+            else:
+                above = middle
+        targets: np.ndarray = np.clip(level, low, high)
+        return targets
+
+
+def _with_headroom(needs: np.ndarray) -> np.ndarray:
+    """``needs`` pages and a sixteenth more, rounded up to the next multiple of 16.
+
+    With this headroom a decoding row changes its capacity only once in some hundred tokens.
+    """
+    wanted: np.ndarray = (needs + needs // 16) // 16 * 16 + 16
+    return wanted
 
 
 class Residency:
@@ -35,31 +163,23 @@ class Residency:
         self.capacities = capacities
         self._checked = checked
         self._device = device
-        num_slots = device.capacity.shape[0] // device.heads
-        # Device pages by request slot: the full pages of the context, the largest need without a
-        # new division, and the capacity of each row.
-        self._needs, self._covered, self._held = np.zeros((3, num_slots), dtype=np.int64)
         self._resets: set[int] = set()
         self._cold: set[int] = set()
         # By request slot, the host pages of the last prefill, and slots where these may be others.
         self._host_pages: dict[int, Tensor] = {}
         self._replaced: set[int] = set()
-        self._changed = False
 
     def begin(self, slot: int) -> None:
         """Start a request in a slot; the slot's rows still hold pages of an earlier request."""
         self._resets.add(slot)
-        self._needs[slot] = 0
         self._cold.add(slot)
         self._host_pages.pop(slot, None)
         self.capacities.begin(slot)
-        self._changed = True
 
     def end(self, slot: int) -> None:
         """End a request; the next forward returns its device pages to the pool."""
         self.capacities.end(slot)
         self._host_pages.pop(slot, None)
-        self._changed = True
 
     def replace_pages(self, slot: int) -> None:
         """Note that a request may have other host pages for tokens that are already computed."""
@@ -102,7 +222,7 @@ class Residency:
 
     def held(self, slots: np.ndarray) -> np.ndarray:
         """Device pages that each row of the request slots ``[B]`` holds, ``[B]``."""
-        pages: np.ndarray = self._held[slots]
+        pages: np.ndarray = self.capacities.held[slots]
         return pages
 
     def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
@@ -112,28 +232,20 @@ class Residency:
             slots: ``[B]``, request slots of this forward.
             needs: ``[B]``, full pages of each context after the forward.
         """
-        self._needs[slots] = needs
         if self._resets:
             rows = self._state_rows(sorted(self._resets))
             reset_rows(rows, self._device.capacity, self._device.states)
             self._resets.clear()
-        if not self._changed and (needs <= self._covered[slots]).all():
-            return
-        self._changed = False
-        live = self.capacities.live
-        changes = self.capacities.fit({slot: int(self._needs[slot]) for slot in live})
-        self._covered[list(live)] = [self.capacities.covered_need(slot) for slot in live]
-        if changes:
-            self._apply(changes)
+        changed = self.capacities.fit(slots, needs).tolist()
+        if changed:
+            self._apply(changed)
 
-    def _apply(self, changes: list[tuple[int, int]]) -> None:
-        """Set the capacities ``(request slot, device pages)`` on the device."""
-        device = self._device
-        slots, pages = [slot for slot, _ in changes], [new for _, new in changes]
-        self._held[slots] = pages
+    def _apply(self, slots: list[int]) -> None:
+        """Set the capacities of request slots on the device, one after the other."""
+        device, pages = self._device, self.capacities.held[slots]
         rows = self._state_rows(slots)
-        row_pages = torch.tensor(pages, dtype=torch.int32).repeat_interleave(device.heads)
-        new = row_pages.to(device.device)
+        new = torch.from_numpy(pages.astype(np.int32)).repeat_interleave(device.heads)
+        new = new.to(device.device)
         free_pages, num_free = device.free_pages, device.num_free
         rebalance(rows, new, device.capacity, device.states, free_pages, num_free)
         if self._checked:

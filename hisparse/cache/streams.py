@@ -8,7 +8,6 @@ have not run on a GPU yet.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar
 
@@ -22,48 +21,34 @@ Lane = Literal["read", "early_read", "write"]
 T = TypeVar("T")
 
 
-class Pending(ABC, Generic[T]):
-    """Work that has been started."""
+class Pending(Generic[T]):
+    """Work that has been started; this one has also ended.
 
-    @abstractmethod
-    def join(self) -> T:
-        """Order later work of the forward stream after this work; returns the work's result."""
-
-
-class Ready(Pending[T]):
-    """Work that has ended."""
+    Args:
+        result: of the work.
+    """
 
     def __init__(self, result: T) -> None:
         self._result = result
 
     def join(self) -> T:
+        """Order later work of the forward stream after this work; returns the work's result."""
         return self._result
 
 
-class SideStreams(ABC):
-    """One side stream for each lane."""
+class SideStreams:
+    """One side stream for each lane. This class has none: :meth:`start` runs the work."""
 
-    @abstractmethod
     def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
         """Start ``work`` on a lane; later work of the forward stream does not wait for it.
 
         The work runs after everything that the forward stream and the lane were given so far. The
         tensors that the work uses or allocates are kept alive until it is joined.
         """
+        return Pending(work())
 
-    @abstractmethod
     def join_all(self) -> None:
         """Join all work that has not been joined."""
-
-
-class InlineStreams(SideStreams):
-    """No side streams: :meth:`start` runs the work."""
-
-    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
-        return Ready(work())
-
-    def join_all(self) -> None:
-        pass
 
 
 class CudaStreams(SideStreams):
@@ -107,9 +92,9 @@ class _OnStream(Pending[T]):
         result: T,
         still_open: list[_OnStream[Any]],
     ) -> None:
+        super().__init__(result)
         self._side = side
         self._work: Callable[[], T] | None = work
-        self._result = result
         self._event = side.record_event()
         self._open = still_open
 
@@ -123,4 +108,4 @@ class _OnStream(Pending[T]):
 
 def make_streams(device: torch.device) -> SideStreams:
     """CUDA streams on a CUDA device, otherwise inline execution."""
-    return CudaStreams(device) if device.type == "cuda" else InlineStreams()
+    return CudaStreams(device) if device.type == "cuda" else SideStreams()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hisparse.cli import algorithms, bench, build, check, doctor, eval, plan, storage, top, trace
-from hisparse.cli.arguments import OneLineParser
+from hisparse.cli.terminal import OneLineParser
 from hisparse.errors import HiSparseError, one_line
 
 __all__ = ["main"]

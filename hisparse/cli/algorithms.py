@@ -10,26 +10,13 @@ from typing import Any, get_type_hints
 
 from rich.console import Console
 
-from hisparse.cli.output import make_table, print_paragraph
+from hisparse.cli.terminal import add_command, make_table, print_paragraph, print_result
 
 #: Shapes of Llama-3.1-8B, and of DeepSeek-V3.2 for algorithms that need its indexer.
-_LLAMA: dict[str, Any] = {
-    "num_layers": 32,
-    "num_q_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "v_head_dim": 128,
-}
-_DEEPSEEK: dict[str, Any] = {
-    "num_layers": 61,
-    "num_q_heads": 128,
-    "num_kv_heads": 1,
-    "head_dim": 576,
-    "v_head_dim": 512,
-    "latent": True,
-    "index_head_dim": 128,
-}
-
+_SHAPE = ("num_layers", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
+_LLAMA: dict[str, Any] = dict(zip(_SHAPE, (32, 32, 8, 128, 128), strict=True))
+_DEEPSEEK: dict[str, Any] = dict(zip(_SHAPE, (61, 128, 1, 576, 512), strict=True))
+_DEEPSEEK |= {"latent": True, "index_head_dim": 128}
 
 _NOTE = (
     "Bytes: device memory for representations, all layers, beside K and V. For Llama-3.1-8B in "
@@ -41,24 +28,19 @@ _NOTE = (
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     text = "list the algorithms, built in and from plug-ins, with their memory and options"
-    parser = commands.add_parser("algorithms", help=text, description=text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=_run)
+    add_command(commands, "algorithms", text, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from hisparse.algorithms import ALGORITHMS
 
     found = [_describe(name, ALGORITHMS.get(name)) for name in ALGORITHMS]
-    if arguments.json:
-        print(json.dumps({"command": "algorithms", "algorithms": found}, indent=2))
-    else:
-        _print(found)
+    result = {"command": "algorithms", "algorithms": found}
+    print_result(arguments, result, lambda console: _print(console, found))
     return 0
 
 
-def _print(found: list[dict[str, Any]]) -> None:
-    console = Console()
+def _print(console: Console, found: list[dict[str, Any]]) -> None:
     numbers = ("bytes/token", "% of K+V", "bytes/request")
     table = make_table("algorithm", "selection scopes", *numbers, right=numbers)
     for entry in found:
@@ -72,7 +54,7 @@ def _print(found: list[dict[str, Any]]) -> None:
     console.print(table)
     print_paragraph(console, _NOTE)
     for entry in found:
-        console.print(f"\n[bold]{entry['name']}[/bold]", highlight=False)
+        console.print(f"\n[bold]{entry['name']}[/bold]")
         print_paragraph(console, entry["summary"], indent="  ")
         for limit in entry["limits"]:
             print_paragraph(console, limit, indent="  - ")
@@ -151,5 +133,5 @@ def _memory(cls: type[Any]) -> dict[str, float]:
         "bytes_per_token": of_token,
         "kv_ratio": of_token / kv.token_bytes,
         "bytes_per_request": entry_bytes(kinds, "request") * kv.num_layers,
-        "host_bytes_per_token": host_token_bytes(algorithm, kinds, kv),
+        "host_bytes_per_token": host_token_bytes(kinds, kv),
     }

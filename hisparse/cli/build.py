@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from pathlib import Path
@@ -11,47 +10,41 @@ from typing import Any
 
 from rich.console import Console
 
+from hisparse.cli.terminal import add_command, add_flag, names, print_result
 from hisparse.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    text = "compile the kernels ahead of time"
-    parser = commands.add_parser("build", help=text, description=text)
-    parser.add_argument(
-        "--arch",
-        default="",
-        metavar="NAME[,NAME]",
-        help="CUDA architectures, such as sm_80,sm_90 (this machine's GPU, if there is one)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=_run)
+    parser = add_command(commands, "build", "compile the kernels ahead of time", _run)
+    text = "CUDA architectures, such as sm_80,sm_90 (this machine's GPU, if there is one)"
+    add_flag(parser, "--arch", names, text, [])
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from hisparse.kernels.build.ahead import build_all
 
-    archs = [arch for arch in arguments.arch.split(",") if arch]
-    for arch in archs:
+    for arch in arguments.arch:
         if not re.fullmatch(r"sm_\d+[af]?", arch):
             raise ConfigError(f"--arch: got {arch!r}, expected names such as sm_80, sm_90, sm_100")
     start = time.perf_counter()
-    built = build_all(archs)
-    seconds = round(time.perf_counter() - start, 1)
+    built = build_all(arguments.arch)
     failed = {name: why for name, why in built.items() if not isinstance(why, Path)}
-    if arguments.json:
-        libraries = [
-            {
-                "name": name,
-                "status": "error" if name in failed else "ok",
-                "path": None if name in failed else str(what),
-                "message": failed.get(name, ""),
-            }
-            for name, what in built.items()
-        ]
-        print(json.dumps({"command": "build", "seconds": seconds, "libraries": libraries}))
-    else:
-        console = Console(soft_wrap=True, highlight=False)
+    libraries = [
+        {
+            "name": name,
+            "status": "error" if name in failed else "ok",
+            "path": None if name in failed else str(what),
+            "message": failed.get(name, ""),
+        }
+        for name, what in built.items()
+    ]
+
+    def show(console: Console) -> None:
         for name, what in built.items():
-            console.print(f"{name}: {'not built: ' if name in failed else ''}{what}")
+            line = f"{name}: {'not built: ' if name in failed else ''}{what}"
+            console.print(line, soft_wrap=True)
+
+    seconds = round(time.perf_counter() - start, 1)
+    print_result(arguments, {"command": "build", "seconds": seconds, "libraries": libraries}, show)
     return 1 if failed else 0

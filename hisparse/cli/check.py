@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
-from hisparse.cli.output import make_table, print_paragraph
+from hisparse.cli.terminal import (
+    add_command,
+    add_flag,
+    make_table,
+    print_paragraph,
+    print_result,
+    progress_bar,
+)
 from hisparse.errors import ConfigError, one_line
 from hisparse.options import from_options, parse_object
 from hisparse.testing import CHECKS, CheckResult, report_class, run_checks
@@ -28,32 +33,23 @@ _FIX_FIRST = "fix these findings first, then run the command again"
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     text = "check that an algorithm keeps the contract of hisparse"
-    parser = commands.add_parser("check", help=text, description=text)
+    parser = add_command(commands, "check", text, _run)
     parser.add_argument(
         "algorithm",
         metavar="MODULE:CLASS",
         help="a class in a module of the current folder or of an installed package, or the name "
         "of a registered algorithm",
     )
-    parser.add_argument(
-        "--options",
-        default="{}",
-        metavar="JSON",
-        help="the options of the algorithm, such as '{\"beta\": 2.0}' (all defaults)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=_run)
+    text = "the options of the algorithm, such as '{\"beta\": 2.0}'"
+    add_flag(parser, "--options", str, text, "{}", metavar="JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    cls, options = (
-        _load(arguments.algorithm),
-        parse_object(arguments.options, "--options", '{"beta": 2.0}'),
-    )
-    name = cls.__name__
+    cls = _load(arguments.algorithm)
+    options = parse_object(arguments.options, "--options", '{"beta": 2.0}')
 
     def make() -> BaseSparseAlgorithm:
-        return from_options(cls, name, "algorithm_config", options)
+        return from_options(cls, cls.__name__, "algorithm_config", options)
 
     try:
         make()
@@ -68,19 +64,18 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         results = _run_checks(make)
     passed = all(result.status == "passed" for result in results)
-    if arguments.json:
-        print(json.dumps(_as_json(arguments.algorithm, options, results, passed), indent=2))
-    else:
-        _print(arguments.algorithm, results)
+    print_result(
+        arguments,
+        _as_json(arguments.algorithm, options, results, passed),
+        lambda console: _print(console, arguments.algorithm, results),
+    )
     return 0 if passed else 1
 
 
 def _run_checks(make: Callable[[], BaseSparseAlgorithm]) -> list[CheckResult]:
     """Run the suite and show the check under way on standard error."""
     results: list[CheckResult] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
-    with bar:
+    with progress_bar() as bar:
         task = bar.add_task(CHECKS[0].name, total=len(CHECKS))
         for check, result in zip([*CHECKS[1:], None], run_checks(make), strict=True):
             results.append(result)
@@ -135,8 +130,7 @@ def _as_json(
     }
 
 
-def _print(name: str, results: Sequence[CheckResult]) -> None:
-    console = Console()
+def _print(console: Console, name: str, results: Sequence[CheckResult]) -> None:
     failed = [result for result in results if result.status == "failed"]
     served = [x for check, x in zip(CHECKS, results, strict=True) if not check.once]
     if all(result.status == "not run" for result in served):
@@ -155,7 +149,7 @@ def _print(name: str, results: Sequence[CheckResult]) -> None:
 
 def _print_findings(console: Console, results: Sequence[CheckResult]) -> None:
     for result in results:
-        console.print(f"{result.check}:", highlight=False)
+        console.print(f"{result.check}:")
         for finding in result.findings:
             print_paragraph(console, finding, indent="  - ")
         if result.case:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
+
+from hisparse.cli.terminal import add_command, make_table, print_result
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -17,9 +17,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     text = "check SGLang, its hooks, the device, memory and kernels, and say what to do"
-    parser = commands.add_parser("doctor", help=text, description=f"{text} (exit code 1: an error)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=_run)
+    add_command(commands, "doctor", f"{text} (exit code 1: an error)", _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -27,17 +25,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
     with Console(stderr=True).status("checking, about 10 seconds"):
         checks = run_checks()
-    if arguments.json:
-        found = {"command": "doctor", "machine": provenance.machine()}
-        print(json.dumps(found | {"checks": [asdict(check) for check in checks]}, indent=2))
-    else:
-        table = Table(box=None, pad_edge=False)
-        for head in ("check", "status", "found"):
-            table.add_column(head, overflow="fold")
+
+    def show(console: Console) -> None:
+        table = make_table("check", "status", "found")
         for check in checks:
             text = Text(check.message)
             if check.remedy:
                 text.append(f"\n-> {check.remedy}", style="bold")
             table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), text)
-        Console(highlight=False).print(table)
+        console.print(table)
+
+    found = {"machine": provenance.machine(), "checks": [asdict(check) for check in checks]}
+    print_result(arguments, {"command": "doctor"} | found, show)
     return 1 if any(check.status == "error" for check in checks) else 0

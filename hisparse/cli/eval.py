@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,18 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from hisparse.cli.arguments import names, numbers
-from hisparse.cli.output import make_table, print_figures, print_paragraph
+from hisparse.cli.terminal import (
+    add_command,
+    add_flag,
+    make_table,
+    model,
+    names,
+    numbers,
+    print_figures,
+    print_paragraph,
+    print_result,
+    progress_bar,
+)
 from hisparse.config import HiSparseConfig
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError
 from hisparse.eval import TASKS, Evaluation, Method, make_cells, make_summary, parse_methods
 from hisparse.eval.models import MODELS, load, resolve
-from hisparse.eval.report import check_reports, read_result, write_reports
-from hisparse.eval.tables import Cell, make_short_tables
+from hisparse.eval.report import check_reports, make_short_tables, read_result, write_reports
 from hisparse.options import read_text
 
 #: The ceiling, the default and the floor.
@@ -33,108 +41,27 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     text = "measure what sparse attention costs in quality on a real model"
-    parser = commands.add_parser("eval", help=text, description=text)
-    _add_methods(parser)
-    _add_documents(parser)
-    _add_results(parser)
-    parser.set_defaults(run=_run)
-
-
-def _add_methods(parser: argparse.ArgumentParser) -> None:
-    """The model, and what is compared on it."""
-    add = parser.add_argument
-    add(
-        "--model",
-        default="smollm2-135m",
-        metavar="PATH|HUB_ID|NAME",
-        help="the model (smollm2-135m)",
-    )
-    add(
-        "--algorithm",
-        type=names,
-        default=_ALGORITHMS,
-        metavar="NAME[,NAME]",
-        help=f"algorithms ({','.join(_ALGORITHMS)})",
-    )
-    add(
-        "--budget",
-        type=numbers,
-        default=[256],
-        metavar="N[,N]",
-        help="tokens attended per step (256)",
-    )
-    add(
-        "--config",
-        action="append",
-        default=[],
-        metavar="JSON",
-        help="a whole --hisparse-config, as JSON or @FILE; may be given more than once",
-    )
-    add("--dtype", choices=_DTYPES, default="auto", help="dtype of the model (auto: its own)")
-
-
-def _add_documents(parser: argparse.ArgumentParser) -> None:
-    """What the model reads and is asked."""
-    add = parser.add_argument
-    add(
-        "--context",
-        type=numbers,
-        default=[4096],
-        metavar="N[,N]",
-        help="tokens of a document (4096)",
-    )
-    add(
-        "--seeds",
-        type=int,
-        default=1,
-        metavar="N",
-        help="documents of each text and length (1)",
-    )
-    add(
-        "--text",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="read documents from this file instead of the built-in texts; may be repeated",
-    )
-    add(
-        "--tasks",
-        type=names,
-        metavar="NAME[,NAME]",
-        help="only these of the built-in tasks, or tasks of lm-eval instead",
-    )
-    add("--limit", type=int, metavar="N", help="documents of each task of lm-eval (all)")
-
-
-def _add_results(parser: argparse.ArgumentParser) -> None:
-    """Where results go."""
-    add = parser.add_argument
-    add(
-        "--out",
-        type=Path,
-        default=Path("hisparse-eval"),
-        metavar="FOLDER",
-        help="where records are kept; an interrupted run continues from them (hisparse-eval)",
-    )
-    add(
-        "--report",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="also write the tables and plots as FILE.md or FILE.html",
-    )
-    add(
-        "--from",
-        action="append",
-        type=Path,
-        default=[],
-        dest="saved",
-        metavar="RESULT.json",
-        help="evaluate nothing: write --report from the output of earlier runs with --json",
-    )
-    add("--json", action="store_true", help="print one JSON object instead")
+    parser = add_command(commands, "eval", text, _run)
+    add = functools.partial(add_flag, parser)
+    repeated: dict[str, Any] = {"action": "append", "default": []}
+    add("--model", model, "the model", "smollm2-135m")
+    add("--algorithm", names, "algorithms", _ALGORITHMS)
+    add("--budget", numbers, "tokens attended per step", [256])
+    text = "a whole --hisparse-config, as JSON or @FILE; may be given more than once"
+    add("--config", str, text, metavar="JSON", **repeated)
+    add("--dtype", str, "dtype of the model; auto is its own", "auto", choices=_DTYPES)
+    add("--context", numbers, "tokens of a document", [4096])
+    add("--seeds", int, "documents of each text and length", 1)
+    text = "read documents from this file instead of the built-in texts; may be repeated"
+    add("--text", Path, text, **repeated)
+    add("--tasks", names, "only these of the built-in tasks, or tasks of lm-eval instead")
+    add("--limit", int, "documents of each task of lm-eval (all)")
+    text = "where records are kept; an interrupted run continues from them"
+    add("--out", Path, text, Path("hisparse-eval"), metavar="FOLDER")
+    text = "also write the tables and plots as FILE.md or FILE.html"
+    add("--report", Path, text, **repeated)
+    text = "evaluate nothing: write --report from the output of earlier runs with --json"
+    add("--from", Path, text, dest="saved", metavar="RESULT.json", **repeated)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -160,13 +87,11 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_different("--text", [file.stem for file in arguments.text])
     given = {file.stem: read_text(file, "--text") for file in arguments.text}
     texts = {"texts": given} if given else {}
-    model, tokenizer, folder = _load(arguments.model, arguments.dtype)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+    net, tokenizer, folder = _load(arguments.model, arguments.dtype)
+    with progress_bar() as bar:
         task = bar.add_task("")
         records = Evaluation(
-            model=model,
+            model=net,
             tokenizer=tokenizer,
             methods=methods,
             contexts=arguments.context,
@@ -179,15 +104,12 @@ def _run(arguments: argparse.Namespace) -> int:
             **texts,
         ).run()
     result = _origin(arguments) | {
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(net.dtype).removeprefix("torch."),
         "cells": make_cells(records),
         "summary": make_summary(records),
     }
     write_reports(arguments.report, [result], result["line"])
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print_tables(result)
+    print_result(arguments, result, lambda console: _print_tables(console, result))
     return 0
 
 
@@ -207,26 +129,28 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     tasks = load_tasks(
         arguments.tasks, tokenizer=_find(arguments.model), contexts=arguments.context
     )
-    model, tokenizer, _ = _load(arguments.model, arguments.dtype)
+    net, tokenizer, _ = _load(arguments.model, arguments.dtype)
     scores = run_tasks(
-        model,
+        net,
         tokenizer,
         methods,
         tasks,
         limit=arguments.limit,
         progress=lambda method: print(f"hisparse: {method}", file=sys.stderr),
     )
-    if arguments.json:
-        print(json.dumps(_origin(arguments) | {"tasks": scores}, indent=2))
-        return 0
+    result = _origin(arguments) | {"tasks": scores}
+    print_result(arguments, result, lambda console: _print_scores(console, scores))
+    return 0
+
+
+def _print_scores(console: Console, scores: Sequence[dict[str, Any]]) -> None:
     figures = ("budget", "score", "stderr", "n", "selections")
     heads = ("method", "budget", "task", "metric", "score", "stderr", "n", "selections")
     table = make_table(*heads, right=figures)
     for line in scores:
         shown = ("-" if line[head] is None else line[head] for head in heads)
         table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in shown))
-    Console().print(table)
-    return 0
+    console.print(table)
 
 
 def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -282,14 +206,13 @@ def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
         raise ConfigError(
             "hisparse eval needs transformers: pip install 'hisparse[eval]'"
         ) from None
-    model = load(AutoModelForCausalLM, folder, dtype=dtype).eval()
+    net = load(AutoModelForCausalLM, folder, dtype=dtype).eval()
     if torch.cuda.is_available():
-        model = model.cuda()
-    return model, load(AutoTokenizer, folder), folder
+        net = net.cuda()
+    return net, load(AutoTokenizer, folder), folder
 
 
-def _print_tables(result: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+def _print_tables(console: Console, result: dict[str, Any]) -> None:
     for table in make_short_tables(result):
         console.print(f"\n[bold]{table.title}[/bold]")
         print_figures(
@@ -298,6 +221,7 @@ def _print_tables(result: dict[str, Any]) -> None:
         print_paragraph(console, table.note)
 
 
-def _shorten(cell: Cell) -> Text:
-    """A cell for a terminal; its interval is written with a dash."""
-    return Text(cell.text.replace(" to ", "\N{EN DASH}"), style="dim" if cell.grey else "")
+def _shorten(cell: str) -> Text:
+    """A cell for a terminal; its interval is written with a dash, and brackets are grey."""
+    text = cell.removeprefix("[").removesuffix("]").replace(" to ", "\N{EN DASH}")
+    return Text(text, style="dim" if cell.startswith("[") else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -13,9 +13,18 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from hisparse.cli.arguments import names, numbers, ratios
-from hisparse.cli.output import make_table, print_paragraph
-from hisparse.config import KV_FORMATS
+from hisparse.cli.terminal import (
+    add_command,
+    add_flag,
+    make_table,
+    model,
+    names,
+    numbers,
+    print_paragraph,
+    print_result,
+    ratios,
+)
+from hisparse.config import find_format
 from hisparse.errors import ConfigError
 from hisparse.plan import rows
 from hisparse.plan.estimate import GPUS
@@ -29,52 +38,31 @@ def add_parser(commands: Any) -> None:
         "compute how many requests fit, dense and with hisparse, and the command to start; "
         "estimate the time per token"
     )
-    parser = commands.add_parser("plan", help=text, description=text)
-    add = parser.add_argument
-    add(
-        "--model",
-        default="smollm2-135m",
-        metavar="PATH|HUB_ID|NAME",
-        help="the model; only its configuration is read (smollm2-135m)",
-    )
-    add(
-        "--context",
-        type=numbers,
-        default=[],
-        metavar="N[,N]",
-        help="tokens of a request, prompt and answer (the longest that the model supports)",
-    )
-    add("--algorithm", type=names, default=[], metavar="NAME[,NAME]", help="algorithms, by name")
-    add("--budget", type=numbers, default=[], metavar="N[,N]", help="tokens attended per step")
-    add(
-        "--config",
-        action="append",
-        default=[],
-        metavar="JSON",
-        help="a whole --hisparse-config, as JSON or @FILE; may be given more than once",
-    )
-    add("--device-memory", metavar="SIZE", help="memory of one GPU, such as 141GiB (this GPU's)")
-    add("--host-memory", metavar="SIZE", help="free host memory, such as 1TiB (free here)")
-    add("--weights", metavar="SIZE", help="size of the weights (computed from the configuration)")
-    add("--kv-cache-dtype", type=_kv_dtype, metavar="NAME", help="how K and V are stored (auto)")
-    add("--tp", type=int, default=1, metavar="N", help="GPUs that divide a layer, on one node (1)")
-    add(
-        "--pp", type=int, default=1, metavar="N", help="parts that divide the layers, each --tp (1)"
-    )
-    add("--dp", type=int, default=1, metavar="N", help="replicas, all on that node (1)")
-    gpus = ", ".join(GPUS)
-    add("--gpu", default="h100", metavar="NAME", help=f"GPU of the time estimate: {gpus} (h100)")
-    text = "requests that run at once, in the estimate (1,8)"
-    add("--batch", type=numbers, default=[1, 8], metavar="N[,N]", help=text)
-    text = "fractions of the selected pages that are on the device (0.85,0.95,1)"
-    add("--hit-ratio", type=ratios, default=[0.85, 0.95, 1.0], metavar="F[,F]", help=text)
-    add("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=_run)
+    parser = add_command(commands, "plan", text, _run)
+    add = functools.partial(add_flag, parser)
+    add("--model", model, "the model; only its configuration is read", "smollm2-135m")
+    text = "tokens of a request, prompt and answer (the longest that the model supports)"
+    add("--context", numbers, text, [])
+    add("--algorithm", names, "algorithms, by name", [])
+    add("--budget", numbers, "tokens attended per step", [])
+    text = "a whole --hisparse-config, as JSON or @FILE; may be given more than once"
+    add("--config", str, text, [], action="append", metavar="JSON")
+    add("--device-memory", str, "memory of one GPU, such as 141GiB (this GPU's)", metavar="SIZE")
+    add("--host-memory", str, "free host memory, such as 1TiB (free here)", metavar="SIZE")
+    add("--weights", str, "size of the weights (computed from the configuration)", metavar="SIZE")
+    add("--kv-cache-dtype", _kv_dtype, "how K and V are stored (auto)")
+    add("--tp", int, "GPUs that divide a layer, on one node", 1)
+    add("--pp", int, "parts that divide the layers, each --tp", 1)
+    add("--dp", int, "replicas, all on that node", 1)
+    add("--gpu", str, f"GPU of the time estimate: {', '.join(GPUS)}", "h100")
+    add("--batch", numbers, "requests that run at once, in the estimate", [1, 8])
+    text = "fractions of the selected pages that are on the device"
+    add("--hit-ratio", ratios, text, [0.85, 0.95, 1.0])
 
 
 def _kv_dtype(name: str) -> str:
     try:
-        KV_FORMATS.get(name)
+        find_format(name)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return name
@@ -93,24 +81,23 @@ def _run(arguments: argparse.Namespace) -> int:
     # An error in the model's configuration is one line of ours, without warnings before it.
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    from hisparse.transformers.model_shape import read_model_config
+    from hisparse.model_config import read_model_config
 
-    model = read_model_config(folder)
     asked = rows.Asked(
         **{field.name: getattr(arguments, field.name) for field in fields(rows.Asked)}
     )
-    found, machine = rows.make_rows(asked, model, folder)
+    found, machine = rows.make_rows(asked, read_model_config(folder), folder)
     assumptions = rows.assumptions(machine)
-    if arguments.json:
-        estimate = {"measured": False, "gpu": arguments.gpu, "assumptions": assumptions}
-        about = {"model": arguments.model} | rows.about(asked, machine) | {"estimate": estimate}
-        first = next(row for row in found if row["hisparse"]["limit"] is not None)
-        print(json.dumps(about | first | {"plans": found}, indent=2))
-        return 0
-    console = Console(highlight=False)
-    _print(console, found, machine)
-    _print_estimates(console, found, arguments.gpu, assumptions)
-    _print_commands(console, found)
+    estimate = {"measured": False, "gpu": arguments.gpu, "assumptions": assumptions}
+    about = {"model": arguments.model} | rows.about(machine) | {"estimate": estimate}
+    first = next(row for row in found if row["hisparse"]["limit"] is not None)
+
+    def show(console: Console) -> None:
+        _print(console, found, machine)
+        _print_estimates(console, found, arguments.gpu, assumptions)
+        _print_commands(console, found)
+
+    print_result(arguments, about | first | {"plans": found}, show)
     return 0
 
 

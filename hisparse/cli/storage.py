@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -11,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from hisparse.cli.arguments import ratios
-from hisparse.cli.output import make_table, print_paragraph
+from hisparse.cli.terminal import (
+    Values,
+    add_command,
+    add_flag,
+    make_table,
+    print_paragraph,
+    print_result,
+    ratio,
+)
 from hisparse.errors import ConfigError
 from hisparse.units import format_bytes, parse_memory
 
@@ -22,76 +28,47 @@ if TYPE_CHECKING:
 _DAY_S = 86_400
 #: Characters of a namespace's key that `ls` prints, and fewest that `rm` takes.
 _SHOWN, _FEWEST = 12, 4
+_DAYS = Values(float, "a number of days", "N", lambda x: 0 <= x < 1e6, several=False)
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     text = "list, check and shrink a store of KV pages"
-    parser = commands.add_parser("storage", help=text, description=text)
+    parser = add_command(commands, "storage", text)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    parsers = {}
     for name, text, run in (
         ("ls", "what a store holds", _list),
-        (
-            "check",
-            "read every page and drop damaged ones (exit code 1: there were some)",
-            _check,
-        ),
+        ("check", "read every page and drop damaged ones (exit code 1: there were some)", _check),
         ("gc", "give back the space of evicted pages, and evict more down to a size", _collect),
         ("rm", "remove pages and give back their space", _remove),
     ):
-        action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("path", type=Path, metavar="PATH", help="folder of the store")
-        action.add_argument("--json", action="store_true", help="print one JSON object instead")
-        action.set_defaults(run=run)
-        if name == "gc":
-            _add_gc_flags(action)
-        elif name == "rm":
-            _add_rm_flags(action)
-
-
-def _add_gc_flags(parser: argparse.ArgumentParser) -> None:
+        parsers[name] = add_command(actions, name, text, run)
+        parsers[name].add_argument("path", type=Path, metavar="PATH", help="folder of the store")
     text = "evict the least recently used pages down to this, such as 100GiB (nothing)"
-    parser.add_argument("--size", metavar="SIZE", help=text)
-    text = "copy together segments with a smaller share of live bytes (0.5)"
-    parser.add_argument("--live-ratio", type=ratios, default=[0.5], metavar="F", help=text)
-
-
-def _add_rm_flags(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group(required=True)
+    add_flag(parsers["gc"], "--size", str, text, metavar="SIZE")
+    text = "copy together segments with a smaller share of live bytes"
+    add_flag(parsers["gc"], "--live-ratio", ratio, text, 0.5)
+    which = parsers["rm"].add_mutually_exclusive_group(required=True)
     which.add_argument("--all", action="store_true", help="every page")
     text = "pages of one namespace: its key, or the beginning that ls prints"
-    which.add_argument("--namespace", metavar="KEY", help=text)
-    text = "pages that nobody wrote or read for so many days"
-    which.add_argument("--unused-days", type=_days, metavar="N", help=text)
+    add_flag(which, "--namespace", str, text, metavar="KEY")
+    add_flag(which, "--unused-days", _DAYS, "pages that nobody wrote or read for so many days")
 
 
-def _days(text: str) -> float:
-    try:
-        days = float(text)
-    except ValueError:
-        days = -1.0
-    if not 0 <= days < 1e6:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of days")
-    return days
-
-
-def _open(arguments: argparse.Namespace, size: str | None = None) -> FileStore:
+def _open(arguments: argparse.Namespace) -> FileStore:
     # Other commands do without the packages that a store needs.
     from hisparse.storage import FileStore
 
-    num_bytes = None if size is None else parse_memory("--size", size)
-    if isinstance(num_bytes, float):
-        raise ConfigError(f"--size: got {size!r}, expected a size such as 100GiB")
-    return FileStore(arguments.path, num_bytes, low_water=1, high_water=1, create=False)
+    return FileStore(arguments.path, create=False)
 
 
 def _print(arguments: argparse.Namespace, found: dict[str, Any], lines: list[str]) -> None:
-    if arguments.json:
-        print(json.dumps({"command": f"storage {arguments.action}", **found}, indent=2))
-        return
-    console = Console(highlight=False)
-    for line in lines:
-        print_paragraph(console, line)
+    def show(console: Console) -> None:
+        for line in lines:
+            print_paragraph(console, line)
+
+    print_result(arguments, {"command": f"storage {arguments.action}", **found}, show)
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -136,14 +113,21 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    with _open(arguments, arguments.size) as store:
-        return _report_collection(arguments, store, arguments.live_ratio[0])
+    size = None if arguments.size is None else parse_memory("--size", arguments.size)
+    if isinstance(size, float):
+        raise ConfigError(f"--size: got {arguments.size!r}, expected a size such as 100GiB")
+    with _open(arguments) as store:
+        return _report_collection(arguments, store, arguments.live_ratio, size=size)
 
 
 def _report_collection(
-    arguments: argparse.Namespace, store: FileStore, live_ratio: float, removed: int = 0
+    arguments: argparse.Namespace,
+    store: FileStore,
+    live_ratio: float,
+    removed: int = 0,
+    size: int | None = None,
 ) -> int:
-    given_back = store.collect(live_ratio)
+    given_back = store.collect(live_ratio, size)
     evicted = store.counters["evicted"]
     left = store.describe()
     found = {"removed": removed, "evicted": evicted, "bytes": given_back, "pages": left.pages}

@@ -17,24 +17,39 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from hisparse.cli.output import make_table
+from hisparse.cli.terminal import add_command, add_flag, make_table
 from hisparse.errors import ConfigError, one_line, quoted
 from hisparse.units import format_bytes, parse_seconds
 
 _MAX_INTERVAL_S = 3600.0
+_TIMEOUT_S = 10.0
+#: Far more than a server with many ranks and layers sends.
+_MAX_BYTES = 64 * 2**20
+#: Label of a replica, and labels of its ranks. SGLang omits those that a server does not need.
+_REPLICA = "dp_rank"
+_RANKS = (_REPLICA, "pp_rank", "tp_rank")
+#: Counters whose rise in a second is shown, and histograms of SGLang, in seconds.
+_RATES = {
+    "prompt_tokens": "sglang:prompt_tokens_total",
+    "output_tokens": "sglang:generation_tokens_total",
+    "decode_read_bytes": "hisparse:decode_read_bytes_total",
+    "prefill_read_bytes": "hisparse:prefill_read_bytes_total",
+    "written_bytes": "hisparse:written_bytes_total",
+}
+_LATENCIES = ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency")
+#: Memory of hisparse, in bytes.
+_PARTS = tuple(f"host_{x}" for x in ("kv", "representation", "index"))
+_PARTS += tuple(f"device_{x}" for x in ("kv", "representation", "table"))
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     text = "show requests, residency, hit ratio, bytes moved and latency of a running server"
-    parser = commands.add_parser("top", help=text, description=text)
-    add = parser.add_argument
-    add("url", metavar="URL", help="the server, such as http://127.0.0.1:30000")
-    text = "time between two readings, which rates and latency are taken over (2s)"
-    add("--interval", default="2s", metavar="TIME", help=text)
-    add("--once", action="store_true", help="print one table and end")
-    add("--json", action="store_true", help="print one JSON object and end")
-    parser.set_defaults(run=_run)
+    parser = add_command(commands, "top", text, _run)
+    parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:30000")
+    text = "time between two readings, which rates and latency are taken over"
+    add_flag(parser, "--interval", str, text, "2s", metavar="TIME")
+    parser.add_argument("--once", action="store_true", help="print one table and end")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -72,46 +87,50 @@ def _table(found: dict[str, Any]) -> Table:
     ranks = f", {found['ranks']} ranks" if found["ranks"] > 1 else ""
     title = f"{', '.join(found['models'])} at {found['url']}{ranks}, last {found['seconds']:g} s"
     table = make_table("what", "now", right=("now",), title=title)
-    requests, tokens, hits = found["requests"], found["tokens"], found["hit_ratio"]
-    table.add_row("requests running", _number(requests["running"]))
-    table.add_row("requests queued", _number(requests["queued"]))
-    table.add_row("requests retracted since the start", _number(requests["retracted"]))
-    for place, name in (("host", "tokens in the host pool"), ("device", "tokens of device pages")):
-        used, total = tokens[place]["used"], tokens[place]["total"]
-        share = f" ({used / total:.0%})" if total and used is not None else ""
-        table.add_row(name, f"{_number(used)} of {_number(total)}{share}")
-    table.add_row("hit ratio", _share(hits["recent"]))
-    table.add_row("hit ratio since the start", _share(hits["since_start"]))
+    requests, hits, rates = found["requests"], found["hit_ratio"], found["per_second"]
+    tokens, latency = found["tokens"], found["latency_s"]
+    sizes = {
+        place: [x for name, x in found["bytes"].items() if name.startswith(place) and x]
+        for place in ("host", "device")
+    }
+    rows = {
+        "requests running": _number(requests["running"]),
+        "requests queued": _number(requests["queued"]),
+        "requests retracted since the start": _number(requests["retracted"]),
+        "tokens in the host pool": _filled(**tokens["host"]),
+        "tokens of device pages": _filled(**tokens["device"]),
+        "hit ratio": _share(hits["recent"]),
+        "hit ratio since the start": _share(hits["since_start"]),
+    }
     for layer, ratio in found["hit_ratio_by_layer"].items():
-        table.add_row(f"hit ratio of layer {layer} since the start", _share(ratio))
-    rates = found["per_second"]
-    for name in ("prompt_tokens", "output_tokens"):
-        table.add_row(f"{name.replace('_', ' ')} a second", _number(rates[name]))
-    for name, text in (
-        ("decode_read_bytes", "read from host memory by decoding, a second"),
-        ("prefill_read_bytes", "read from host memory by prefill, a second"),
-        ("written_bytes", "written to host memory, a second"),
-    ):
-        table.add_row(text, _bytes(rates[name]))
-    for name, text in (
-        ("time_to_first_token", "time to first token, mean"),
-        ("request_time_per_output_token", "time per output token, mean"),
-        ("e2e_request_latency", "time of a request, mean"),
-    ):
-        seconds = found["latency_s"][name]
-        table.add_row(text, "-" if seconds is None else f"{1000 * seconds:,.1f} ms")
-    sizes = found["bytes"]
-    for place in ("host", "device"):
-        parts = [size for name, size in sizes.items() if name.startswith(place) and size]
-        table.add_row(f"{place} memory", _bytes(sum(parts)))
+        rows[f"hit ratio of layer {layer} since the start"] = _share(ratio)
+    rows |= {
+        "prompt tokens a second": _number(rates["prompt_tokens"]),
+        "output tokens a second": _number(rates["output_tokens"]),
+        "read from host memory by decoding, a second": _bytes(rates["decode_read_bytes"]),
+        "read from host memory by prefill, a second": _bytes(rates["prefill_read_bytes"]),
+        "written to host memory, a second": _bytes(rates["written_bytes"]),
+        "time to first token, mean": _time(latency["time_to_first_token"]),
+        "time per output token, mean": _time(latency["request_time_per_output_token"]),
+        "time of a request, mean": _time(latency["e2e_request_latency"]),
+        "host memory": _bytes(sum(sizes["host"])),
+        "device memory": _bytes(sum(sizes["device"])),
+    }
     for name, count in found["faults"].items():
         if count:
-            table.add_row(f"{name.replace('_', ' ')} since the start", _number(count))
+            rows[f"{name.replace('_', ' ')} since the start"] = _number(count)
+    for row in rows.items():
+        table.add_row(*row)
     return table
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
+
+
+def _filled(used: float | None, total: float | None) -> str:
+    share = f" ({used / total:.0%})" if total and used is not None else ""
+    return f"{_number(used)} of {_number(total)}{share}"
 
 
 def _share(value: float | None) -> str:
@@ -122,23 +141,8 @@ def _bytes(value: float | None) -> str:
     return "-" if value is None else format_bytes(int(value))
 
 
-_TIMEOUT_S = 10.0
-#: Far more than a server with many ranks and layers sends.
-_MAX_BYTES = 64 * 2**20
-#: Label of a replica, and labels of its ranks. SGLang omits those that a server does not need.
-_REPLICA = "dp_rank"
-_RANKS = (_REPLICA, "pp_rank", "tp_rank")
-#: Histograms of SGLang, in seconds.
-_LATENCIES = ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency")
-#: Memory of hisparse, in bytes.
-_PARTS = (
-    "host_kv",
-    "host_representation",
-    "host_index",
-    "device_kv",
-    "device_representation",
-    "device_table",
-)
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:,.1f} ms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +157,11 @@ class Reading:
     time_s: float
     samples: Mapping[str, list[tuple[Mapping[str, str], float]]]
 
-    def total(self, name: str) -> float | None:
-        """The sum over all sets of labels; None: the server has no such metric."""
-        found = self.samples.get(name)
-        return sum(value for _, value in found) if found else None
+    def total(self, name: str, **wanted: str) -> float | None:
+        """The sum over all sets of labels with these; None: the server has no such metric."""
+        found = self.samples.get(name, ())
+        values = [value for labels, value in found if wanted.items() <= labels.items()]
+        return sum(values) if values else None
 
     def largest(self, name: str) -> float | None:
         """The largest of each replica, summed: of what the ranks of a replica count alike."""
@@ -166,15 +171,10 @@ class Reading:
             found[replica] = max(found.get(replica, value), value)
         return sum(found.values()) if found else None
 
-    def num_ranks(self, name: str) -> int:
-        """Processes that report a metric."""
+    def labels(self, name: str, *keys: str) -> set[tuple[str | None, ...]]:
+        """All values of some labels."""
         found = self.samples.get(name, ())
-        return len({tuple(labels.get(rank) for rank in _RANKS) for labels, _ in found})
-
-    def labels(self, name: str, label: str) -> list[str]:
-        """The values of a label, sorted."""
-        found = self.samples.get(name, ())
-        return sorted({labels[label] for labels, _ in found if label in labels})
+        return {tuple(labels.get(key) for key in keys) for labels, _ in found}
 
 
 def read(url: str) -> Reading:
@@ -236,13 +236,25 @@ def view(url: str, now: Reading, before: Reading) -> dict[str, Any]:
     ``per_second``, ``latency_s`` and ``hit_ratio.recent`` are of the time between the readings. A
     value is None where there is nothing to divide by, or no such metric.
     """
-    change = _Change(now, before)
-    largest, total = now.largest, now.total
+    largest, total, seconds = now.largest, now.total, now.time_s - before.time_s
+
+    def risen(name: str) -> float | None:
+        """How far a counter rose; None: there is none, or the server started again meanwhile."""
+        value, earlier = total(name), before.total(name) or 0.0
+        return None if value is None or value < earlier else value - earlier
+
+    def layer_ratio(layer: str) -> float | None:
+        pages = (f"hisparse:layer_{kind}_pages_total" for kind in ("hit", "miss"))
+        return _ratio(*(total(name, layer=layer) or 0.0 for name in pages))
+
+    pages = ("hisparse:hit_pages_total", "hisparse:miss_pages_total")
+    layers = {str(layer) for (layer,) in now.labels("hisparse:layer_hit_pages_total", "layer")}
+    numbers = sorted((layer for layer in layers if layer.isdecimal()), key=int)
     return {
         "url": url,
-        "models": now.labels("hisparse:hit_pages_total", "model_name"),
-        "ranks": now.num_ranks("hisparse:hit_pages_total"),
-        "seconds": round(now.time_s - before.time_s, 3),
+        "models": sorted(str(name) for (name,) in now.labels(pages[0], "model_name") if name),
+        "ranks": len(now.labels(pages[0], *_RANKS)),
+        "seconds": round(seconds, 3),
         "requests": {
             "running": largest("sglang:num_running_reqs"),
             "queued": largest("sglang:num_queue_reqs"),
@@ -253,22 +265,15 @@ def view(url: str, now: Reading, before: Reading) -> dict[str, Any]:
             for place in ("host", "device")
         },
         "hit_ratio": {
-            "since_start": _ratio(
-                total("hisparse:hit_pages_total"), total("hisparse:miss_pages_total")
-            ),
-            "recent": _ratio(
-                change.of("hisparse:hit_pages_total"), change.of("hisparse:miss_pages_total")
-            ),
+            "since_start": _ratio(*map(total, pages)),
+            "recent": _ratio(*map(risen, pages)),
         },
-        "hit_ratio_by_layer": _layer_ratios(now),
-        "per_second": {
-            "prompt_tokens": change.rate("sglang:prompt_tokens_total"),
-            "output_tokens": change.rate("sglang:generation_tokens_total"),
-            "decode_read_bytes": change.rate("hisparse:decode_read_bytes_total"),
-            "prefill_read_bytes": change.rate("hisparse:prefill_read_bytes_total"),
-            "written_bytes": change.rate("hisparse:written_bytes_total"),
+        "hit_ratio_by_layer": {layer: layer_ratio(layer) for layer in numbers},
+        "per_second": {name: _over(risen(of), seconds) for name, of in _RATES.items()},
+        "latency_s": {
+            name: _over(risen(f"sglang:{name}_seconds_sum"), risen(f"sglang:{name}_seconds_count"))
+            for name in _LATENCIES
         },
-        "latency_s": {name: change.mean(f"sglang:{name}_seconds") for name in _LATENCIES},
         "bytes": {name: total(f"hisparse:{name}_bytes") for name in _PARTS},
         "faults": {
             name: total(f"hisparse:{name}_total")
@@ -277,39 +282,9 @@ def view(url: str, now: Reading, before: Reading) -> dict[str, Any]:
     }
 
 
-class _Change:
-    """What changed between two readings."""
-
-    def __init__(self, now: Reading, before: Reading) -> None:
-        self._now, self._before = now, before
-
-    def of(self, name: str) -> float | None:
-        """How far a counter rose; None: there is none, or the server started again meanwhile."""
-        now, before = self._now.total(name), self._before.total(name) or 0.0
-        return None if now is None or now < before else now - before
-
-    def rate(self, name: str) -> float | None:
-        """The rise of a counter in a second."""
-        risen, seconds = self.of(name), self._now.time_s - self._before.time_s
-        return None if risen is None or seconds <= 0 else risen / seconds
-
-    def mean(self, name: str) -> float | None:
-        """The mean of a histogram's new entries."""
-        count, seconds = self.of(f"{name}_count"), self.of(f"{name}_sum")
-        return seconds / count if count and seconds is not None else None
+def _over(value: float | None, by: float | None) -> float | None:
+    return value / by if value is not None and by is not None and by > 0 else None
 
 
 def _ratio(hits: float | None, misses: float | None) -> float | None:
-    return None if hits is None or misses is None or hits + misses == 0 else hits / (hits + misses)
-
-
-def _layer_ratios(now: Reading) -> dict[str, float | None]:
-    """Hit ratio since the start by layer; empty if the server does not count layers."""
-
-    def pages(kind: str, layer: str) -> float:
-        found = now.samples.get(f"hisparse:layer_{kind}_pages_total", ())
-        return sum(value for labels, value in found if labels.get("layer") == layer)
-
-    layers = now.labels("hisparse:layer_hit_pages_total", "layer")
-    numbers = sorted((layer for layer in layers if layer.isdecimal()), key=int)
-    return {layer: _ratio(pages("hit", layer), pages("miss", layer)) for layer in numbers}
+    return None if hits is None or misses is None else _over(hits, hits + misses)

@@ -3,106 +3,137 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from hisparse.cli import trace_record
-from hisparse.cli.arguments import names, numbers
-from hisparse.cli.output import make_table, print_paragraph
+from hisparse.cli.terminal import (
+    Values,
+    add_command,
+    add_flag,
+    make_table,
+    model,
+    names,
+    number,
+    numbers,
+    print_paragraph,
+    print_result,
+    ratio,
+)
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
+from hisparse.eval.record_trace import DEFAULTS, record_algorithms, tokenizer_of
 from hisparse.eval.report import check_matplotlib
-from hisparse.kernels import POLICIES
-from hisparse.trace import SelectionTrace, lru_curve
-from hisparse.trace.prefix import read_prefix
-from hisparse.trace.prefix_replay import PrefixPoint, are_prefixes, describe_prefix, replay_all
-from hisparse.trace.replay import USUAL_BUFFERS, describe, overlaps, replay_trace, tokens_for
+from hisparse.trace import SelectionTrace
+from hisparse.trace.prefix import (
+    PrefixPoint,
+    are_prefixes,
+    convert_sglang,
+    describe_prefix,
+    read_prefix,
+    replay_all,
+    write_prefix,
+)
+from hisparse.trace.replay import (
+    POLICIES,
+    USUAL_BUFFERS,
+    describe,
+    overlaps,
+    recommend,
+    replay_trace,
+)
 from hisparse.units import format_bytes
 
-_HIT_RATIO = 0.8
+#: Tokens of a block of recorded prefixes.
+_BLOCK = 64
+_SECONDS = Values(
+    lambda text: None if text == "none" else float(text),
+    "seconds such as 60,600 or none",
+    "S",
+    lambda x: x is None or 0 < x < 1e12,
+)
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     text = "record which pages a model selects; replay them through other buffers"
-    parser = commands.add_parser("trace", help=text, description=text)
+    parser = add_command(commands, "trace", text)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    trace_record.add_parser(actions)
-    _add_replay(actions)
-    _add_recommend(actions)
-    text = "what a trace holds"
-    show = actions.add_parser("show", help=text, description=text)
-    _add_files(show)
-    show.set_defaults(run=_show)
-
-
-def _add_replay(actions: Any) -> None:
+    _add_record(actions)
     text = "hits and bytes that buffers of other sizes would have had"
-    replay = actions.add_parser("replay", help=text, description=text)
-    _add_files(replay)
-    add = replay.add_argument
+    replay = add_command(actions, "replay", text, _replay)
     shown = ",".join(map(str, USUAL_BUFFERS))
     text = f"tokens of a row's buffer ({shown}, but those that a selection does not fit)"
-    add("--device-buffer-size", type=numbers, metavar="N[,N]", help=text)
+    add_flag(replay, "--device-buffer-size", numbers, text)
     text = f"{', '.join(POLICIES)}, which knows the future and hits most often (lru)"
-    add("--policy", type=names, metavar="NAME[,NAME]", help=text)
+    add_flag(replay, "--policy", names, text)
     text = "tokens of a prefix cache (the whole trace, a half, a quarter, ...)"
-    add("--capacity", type=numbers, metavar="N[,N]", help=text)
+    add_flag(replay, "--capacity", numbers, text)
     text = "seconds that an unused block stays in a prefix cache, or none (none)"
-    add("--ttl", type=_seconds, metavar="S[,S]", help=text)
-    add("--by", choices=("layer", "head"), help="also the hit ratios of each layer or head")
+    add_flag(replay, "--ttl", _SECONDS, text)
     text = "draw hit ratio and bytes against the size of the buffer"
-    add("--plot", type=Path, metavar="FILE.svg", help=text)
-    replay.set_defaults(run=_replay)
-
-
-def _add_recommend(actions: Any) -> None:
+    add_flag(replay, "--plot", Path, text, metavar="FILE.svg")
     text = "the smallest device_buffer_size for a hit ratio"
-    recommend = actions.add_parser("recommend", help=text, description=text)
-    _add_files(recommend)
-    recommend.add_argument(
-        "--hit-ratio",
-        type=_ratio,
-        default=_HIT_RATIO,
-        metavar="F",
-        help=f"share of the selected pages that must be on the device ({_HIT_RATIO})",
+    smallest = add_command(actions, "recommend", text, _recommend)
+    text = "share of the selected pages that must be on the device"
+    add_flag(smallest, "--hit-ratio", ratio, text, 0.8)
+    show = add_command(actions, "show", "what a trace holds", _show)
+    for each in (replay, smallest, show):
+        each.add_argument("files", nargs="+", type=Path, metavar="FILE", help="traces")
+
+
+def _add_record(actions: Any) -> None:
+    text = (
+        "record the selections of a model that reads a text; a server records with "
+        '"trace": "FILE" in --hisparse-config'
     )
-    recommend.set_defaults(run=_recommend)
+    parser = add_command(actions, "record", text, _record, json=False)
+    text = "the trace; with several algorithms their names are added"
+    add_flag(parser, "--out", Path, text, required=True)
+    add_flag(parser, "--model", model, "the model (smollm2-135m)")
+    # Without defaults: a flag that was given wins over --config, and is refused with --exported.
+    group = parser.add_argument_group("of a model")
+    add_flag(group, "--context", number, f"tokens of the prompt ({DEFAULTS['context']})")
+    add_flag(group, "--steps", number, f"decode steps ({DEFAULTS['steps']})")
+    add_flag(group, "--budget", number, f"tokens attended per step ({DEFAULTS['budget']})")
+    text = "the text that it reads, prompt and steps (the built-in texts)"
+    add_flag(group, "--text", Path, text)
+    add_flag(group, "--algorithm", names, "algorithms (sketch)")
+    text = "further settings, as in --hisparse-config"
+    add_flag(group, "--config", str, text, metavar="JSON")
+    group = parser.add_argument_group("of prefixes")
+    text = "what SGLang wrote with --export-metrics-to-file; texts need --model; none is kept"
+    add_flag(group, "--exported", Path, text, nargs="+")
+    add_flag(group, "--block-size", number, f"tokens ({_BLOCK})")
 
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="traces")
-    add("--json", action="store_true", help="print one JSON object instead")
-
-
-def _seconds(text: str) -> list[float | None]:
-    """``"60,600,none"`` -> ``[60.0, 600.0, None]``.
-
-    Raises:
-        ArgumentTypeError: a value is neither a number above 0 nor "none".
-    """
-    try:
-        found = [None if word == "none" else float(word) for word in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(x is None or 0 < x < 1e12 for x in found):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds such as 60,600 or none")
-    return found
-
-
-def _ratio(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a fraction from 0 to 1")
-    return value
+def _record(arguments: argparse.Namespace) -> int:
+    given = vars(arguments)
+    if arguments.exported is not None:
+        _refuse(arguments, (*DEFAULTS, "text", "algorithm", "config"), "--exported, which does")
+        tokenize = None if arguments.model is None else tokenizer_of(arguments.model)
+        size = arguments.block_size or _BLOCK
+        write_prefix(arguments.out, convert_sglang(arguments.exported, size, tokenize))
+        print(arguments.out)
+        return 0
+    if arguments.block_size is not None:
+        raise ConfigError("--block-size: expected --exported with it; add that, or leave it out")
+    sizes = {name: given[name] for name in DEFAULTS if given[name] is not None}
+    console = Console(stderr=True)
+    with console.status(f"reading {arguments.model or 'the model'}") as status:
+        for path in record_algorithms(
+            arguments.model,
+            arguments.out,
+            algorithms=arguments.algorithm,
+            config=arguments.config,
+            text=arguments.text,
+            sizes=sizes,
+            progress=status.update,
+        ):
+            print(path, flush=True)
+    return 0
 
 
 def _origin(action: str) -> dict[str, Any]:
@@ -116,21 +147,24 @@ def _origin(action: str) -> dict[str, Any]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    found = []
     if are_prefixes(arguments.files):
         found = [describe_prefix(x, read_prefix(x)) for x in arguments.files]
-        return _print_prefixes("show", arguments, found)
-    for file in arguments.files:
-        with SelectionTrace(file) as trace:
-            found.append(describe(file, trace) | overlaps(trace))
-    if arguments.json:
-        print(json.dumps(_origin("show") | {"traces": found}, indent=2))
-        return 0
-    console = Console(highlight=False)
+        shown = _print_prefixes
+    else:
+        found, shown = [], _print_selections
+        for file in arguments.files:
+            with SelectionTrace(file) as trace:
+                found.append(describe(file, trace) | overlaps(trace))
+    result = _origin("show") | {"traces": found}
+    print_result(arguments, result, lambda console: shown(console, found))
+    return 0
+
+
+def _print_selections(console: Console, found: Sequence[dict[str, Any]]) -> None:
     for about in found:
         low, high = about["context"]
         lines = {
-            "source": _source(about),
+            **({"note": about["note"]} if about["note"] else {}),
             "selected by": f"{about['algorithm']}, per {about['scope']}, pages of "
             f"{about['page_size']} tokens, {about['layers']} layers of {about['heads']} rows",
             "steps": f"{about['request_steps']:,}, one for each request in each decode step, of "
@@ -146,69 +180,60 @@ def _show(arguments: argparse.Namespace) -> int:
         console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
         for name, text in lines.items():
             print_paragraph(console, f"{name:12}{text}", hanging=12)
-    return 0
 
 
-def _source(about: dict[str, Any]) -> str:
-    made_up = about["source"] == "made up"
-    source = "made up, by no model" if made_up else about["source"]
-    return f"{source}: {about['note']}" if about["note"] else source
-
-
-def _refuse(arguments: argparse.Namespace, flags: tuple[str, ...], kind: str) -> None:
+def _refuse(arguments: argparse.Namespace, flags: Sequence[str], kind: str) -> None:
     """Refuse flags that traces of this kind do not use.
 
     Raises:
         ConfigError: one of them was given.
     """
     for flag in flags:
-        if getattr(arguments, flag[2:].replace("-", "_")) is not None:
-            raise ConfigError(f"{flag}: got it with {kind}, which do not use it; leave it out")
+        if getattr(arguments, flag) is not None:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')}: got it with {kind} not use it; leave it out"
+            )
 
 
 def _replay(arguments: argparse.Namespace) -> int:
     if are_prefixes(arguments.files):
-        _refuse(arguments, ("--device-buffer-size", "--policy", "--by", "--plot"), "prefix traces")
+        _refuse(arguments, ("device_buffer_size", "policy", "plot"), "prefix traces, which do")
         ttls = arguments.ttl or [None]
         found = [replay_all(x, arguments.capacity, ttls) for x in arguments.files]
-        return _print_prefixes("replay", arguments, found)
-    _refuse(arguments, ("--capacity", "--ttl"), "traces of selections")
-    policies = list(dict.fromkeys(arguments.policy or ["lru"]))
+        result = _origin("replay") | {"traces": found}
+        print_result(arguments, result, lambda console: _print_prefixes(console, found))
+        return 0
+    _refuse(arguments, ("capacity", "ttl"), "traces of selections, which do")
+    policies, plot = list(dict.fromkeys(arguments.policy or ["lru"])), arguments.plot
     for policy in policies:
         if policy not in POLICIES:
             raise ConfigError(f"--policy: {unknown_name('policy', policy, POLICIES)}")
-    if arguments.plot is not None and arguments.plot.suffix != ".svg":
-        raise ConfigError(f"--plot: got {str(arguments.plot)!r}, expected a file.svg")
-    if arguments.plot is not None:
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot: got {str(plot)!r}, expected a file.svg")
+    if plot is not None:
         check_matplotlib("--plot")
-    by_head, given = arguments.by == "head", arguments.device_buffer_size
-    found = [replay_trace(x, policies, given, by_head=by_head) for x in arguments.files]
-    if arguments.plot is not None:
+    found = [replay_trace(x, policies, arguments.device_buffer_size) for x in arguments.files]
+    if plot is not None:
         from hisparse.eval.plots import to_svg, trace_figure
 
-        arguments.plot.write_text(to_svg(trace_figure(found)), encoding="utf-8")
-    if arguments.json:
-        print(json.dumps(_origin("replay") | {"traces": found}, indent=2))
-    else:
-        _print_replay(found, arguments.by)
+        plot.write_text(to_svg(trace_figure(found)), encoding="utf-8")
+    result = _origin("replay") | {"traces": found}
+    print_result(arguments, result, lambda console: _print_replay(console, found))
     return 0
 
 
-def _print_replay(found: list[dict[str, Any]], by: str | None) -> None:
-    console = Console(highlight=False)
+def _print_replay(console: Console, found: Sequence[dict[str, Any]]) -> None:
     for about in found:
         console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
-        print_paragraph(console, _source(about))
+        if about["note"]:
+            print_paragraph(console, about["note"])
         figures = ("buffer", "hits", "read a step")
         table = make_table("policy", *figures, right=figures)
         for policy, result in about["policies"].items():
-            for tokens, ratio, read in zip(
-                about["buffers"], result["hit_ratio"], result["bytes_per_step"], strict=True
-            ):
-                table.add_row(policy, f"{tokens:,}", f"{ratio:.1%}", format_bytes(round(read)))
+            columns = (about["buffers"], result["hit_ratio"], result["bytes_per_step"])
+            for tokens, hits, read in zip(*columns, strict=True):
+                table.add_row(policy, f"{tokens:,}", f"{hits:.1%}", format_bytes(round(read)))
         console.print(table)
-        if by is not None:
-            _print_parts(console, about, by)
     print_paragraph(
         console,
         "buffer: tokens of each row in each layer. hits: share of the selected pages that were in "
@@ -216,88 +241,51 @@ def _print_replay(found: list[dict[str, Any]], by: str | None) -> None:
     )
 
 
-def _print_parts(console: Console, about: dict[str, Any], by: str) -> None:
-    """Hit ratios of the first policy, layer by layer."""
-    policy, result = next(iter(about["policies"].items()))
-    heads = [f"{tokens:,}" for tokens in about["buffers"]]
-    table = make_table(by, *heads, right=tuple(heads), title=f"{policy}, by {by}")
-    layers = range(about["layers"])
-    if by == "layer":
-        rows = [(str(x), [r[x] for r in result["hit_ratio_by_layer"]]) for x in layers]
-    else:
-        rows = [
-            (f"{x}.{head}", [r[x][head] for r in result["hit_ratio_by_head"]])
-            for x in layers
-            for head in range(about["heads"])
-        ]
-    for name, ratios in rows:
-        table.add_row(name, *(f"{ratio:.1%}" for ratio in ratios))
-    console.print(table)
-
-
 def _recommend(arguments: argparse.Namespace) -> int:
-    found = []
-    for file in arguments.files:
-        with SelectionTrace(file) as trace:
-            curve, about = lru_curve(trace), describe(file, trace)
-        tokens = tokens_for(arguments.hit_ratio, curve, about)
-        about |= {"device_buffer_size": tokens, "hit_ratio": curve.hit_ratio(tokens)}
-        found.append(about | {"bytes_per_step": curve.bytes_per_step(tokens)})
-    if arguments.json:
-        print(json.dumps(_origin("recommend") | {"traces": found}, indent=2))
-        return 0
-    console = Console(highlight=False)
-    for about in found:
-        print_paragraph(
-            console,
-            f'"device_buffer_size": {about["device_buffer_size"]} gives {about["hit_ratio"]:.1%} '
-            f"hits and reads {format_bytes(round(about['bytes_per_step']))} for each decode step "
-            f"of a request ({about['file']}; {_source(about)}).",
-        )
+    found = [recommend(file, arguments.hit_ratio) for file in arguments.files]
+
+    def show(console: Console) -> None:
+        for about in found:
+            print_paragraph(
+                console,
+                f'"device_buffer_size": {about["device_buffer_size"]} gives '
+                f"{about['hit_ratio']:.1%} hits and reads "
+                f"{format_bytes(round(about['bytes_per_step']))} for each decode step of a request "
+                f"({about['file']}).",
+            )
+
+    print_result(arguments, _origin("recommend") | {"traces": found}, show)
     return 0
 
 
-def _print_prefixes(
-    action: str,
-    arguments: argparse.Namespace,
-    found: list[dict[str, Any]],
-) -> int:
-    if arguments.json:
-        print(json.dumps(_origin(action) | {"traces": found}, indent=2))
-    else:
-        _print_prefix(found)
-    return 0
-
-
-def _print_prefix(found: Sequence[dict[str, Any]]) -> None:
+def _print_prefixes(console: Console, found: Sequence[dict[str, Any]]) -> None:
     """What each trace holds and, if it was replayed, its caches."""
-    console = Console(highlight=False)
     for about in found:
         console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
-        made_up = about["source"] == "made up"
-        source = "made up, from no server" if made_up else about["source"]
         served = about["found_by_server"]
+        source = ": ".join(filter(None, (about["source"], about["note"])))
         text = (
-            f"{source}{': ' if about['note'] else ''}{about['note']}. {about['requests']:,} "
-            f"requests in {about['seconds']:,.0f} s, {about['input_tokens']:,} prompt tokens, "
-            f"{about['unique_tokens']:,} of them different, in blocks of {about['block_size']}. "
+            f"{source}. {about['requests']:,} requests in {about['seconds']:,.0f} s, "
+            f"{about['input_tokens']:,} prompt tokens in {about['blocks']:,} different blocks of "
+            f"{about['block_size']}. "
             f"An unlimited cache holds {about['unlimited_hit_ratio']:.1%} of all prompt tokens"
             + ("." if served is None else f"; the server found {served:.1%} of those it reports.")
         )
         print_paragraph(console, text)
-        if "points" in about:
-            figures = ("capacity", "ttl s", "hits", "peak")
-            table = make_table(*figures, "front", right=figures)
-            for point in about["points"]:
-                own = PrefixPoint(**{k: v for k, v in point.items() if k != "pareto"})
-                table.add_row(
-                    f"{own.capacity:,}",
-                    "-" if own.ttl_s is None else f"{own.ttl_s:g}",
-                    f"{own.hit_ratio:.1%}",
-                    f"{own.peak_tokens:,}",
-                    "*" if point["pareto"] else "",
-                )
-            console.print(table)
+        if "points" not in about:
+            continue
+        figures = ("capacity", "ttl s", "hits", "peak")
+        table = make_table(*figures, "front", right=figures)
+        for point in about["points"]:
+            own = PrefixPoint(**{k: v for k, v in point.items() if k != "pareto"})
+            table.add_row(
+                f"{own.capacity:,}",
+                "-" if own.ttl_s is None else f"{own.ttl_s:g}",
+                f"{own.hit_ratio:.1%}",
+                f"{own.peak_tokens:,}",
+                "*" if point["pareto"] else "",
+            )
+        console.print(table)
     if "points" in found[0]:
         print_paragraph(
             console,

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -116,8 +115,9 @@ def print_report(
     table.add_column()
     for setup in server_setups():
         table.add_column(setup.title)
-    for label, *cells in zip(_LABELS, _cells(dense), _cells(sparse), strict=True):
-        table.add_row(label, *cells)
+    right = _cells(sparse)
+    for label, cell in _cells(dense).items():
+        table.add_row(label, cell, right[label])
     console.print(table)
     if on_cpu:
         console.print(
@@ -127,33 +127,24 @@ def print_report(
         )
 
 
-_LABELS = (
-    "answer",
-    "correct",
-    "time to first token",
-    "time per token",
-    "KV capacity, tokens",
-    "device memory for KV",
-    "summaries and tables",
-    "host memory for KV",
-    "hit ratio",
-)
-
-
-def _cells(measurement: Measurement) -> tuple[Text, ...]:
+def _cells(measurement: Measurement) -> dict[str, Text]:
     answer, ratio = measurement.answer, measurement.hit_ratio
     is_correct = HARBOUR.is_found_in(answer.text)
-    plain = (
-        f"{answer.ttft_s:.1f} s",
-        f"{1000 * answer.time_per_token_s:.0f} ms",
-        f"{measurement.kv_tokens:,}",
-        format_bytes(measurement.device_bytes),
-        format_bytes(measurement.scoring_bytes) if measurement.scoring_bytes else "none",
-        format_bytes(measurement.host_bytes) if measurement.host_bytes else "none",
-        "" if ratio is None else f"{ratio:.3f}",
-    )
-    correct = Text("yes" if is_correct else "no", style="green" if is_correct else "red")
-    return (Text(answer.text.strip()), correct, *map(Text, plain))
+    summaries, host = measurement.scoring_bytes, measurement.host_bytes
+    plain = {
+        "time to first token": f"{answer.ttft_s:.1f} s",
+        "time per token": f"{1000 * answer.time_per_token_s:.0f} ms",
+        "KV capacity, tokens": f"{measurement.kv_tokens:,}",
+        "device memory for KV": format_bytes(measurement.device_bytes),
+        "summaries and tables": format_bytes(summaries) if summaries else "none",
+        "host memory for KV": format_bytes(host) if host else "none",
+        "hit ratio": "" if ratio is None else f"{ratio:.3f}",
+    }
+    return {
+        "answer": Text(answer.text.strip()),
+        "correct": Text("yes" if is_correct else "no", style="green" if is_correct else "red"),
+        **{label: Text(value) for label, value in plain.items()},
+    }
 
 
 #: The value of ``--hisparse-config``.
@@ -171,19 +162,11 @@ _DEPTH: Final = 0.8
 _MAX_NEW_TOKENS: Final = 48
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerSetup:
-    """One of the two servers to compare.
-
-    Attributes:
-        title: head of its column.
-        flags: SGLang's flags.
-        is_sparse: whether hisparse decodes.
-    """
+class ServerSetup(NamedTuple):
+    """One of the two servers to compare: the head of its column, and SGLang's flags."""
 
     title: str
     flags: tuple[str, ...]
-    is_sparse: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +202,8 @@ def server_setups() -> tuple[ServerSetup, ServerSetup]:
     config = HiSparseConfig.from_dict(CONFIG)
     title = f"hisparse ({config.algorithm}, budget {config.budget})"
     return (
-        ServerSetup(title="dense (torch_native)", flags=dense, is_sparse=False),
-        ServerSetup(title=title, flags=sparse, is_sparse=True),
+        ServerSetup("dense (torch_native)", dense),
+        ServerSetup(title, sparse),
     )
 
 
@@ -238,7 +221,7 @@ def measure(setup: ServerSetup, model: str, num_threads: int, console: Console) 
         before = server.metrics()
         answer = _ask(server, setup, console)
         kv_tokens, pool_bytes = server.kv_pool()
-        if not setup.is_sparse:
+        if "--hisparse-config" not in setup.flags:
             return Measurement(answer=answer, kv_tokens=kv_tokens, device_bytes=pool_bytes)
         after = _metrics_of_request(server, before)
         hits, misses = (_increase(before, after, name) for name in ("hit_pages", "miss_pages"))
@@ -285,14 +268,10 @@ def _increase(before: Mapping[str, float], after: Mapping[str, float], name: str
 
 @contextmanager
 def _spinner(console: Console, text: str) -> Iterator[None]:
-    """Show a spinner with the elapsed time, or two lines if the output is not a terminal."""
+    """Show a spinner, then the time; two lines if the output is not a terminal."""
     started = time.monotonic()
     if not console.is_terminal:
         console.print(text)
+    with console.status(text):
         yield
-    else:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            progress.add_task(text, total=None)
-            yield
     console.print(f"{text}: {time.monotonic() - started:.0f} s", style="dim")

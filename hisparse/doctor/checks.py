@@ -15,12 +15,11 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from pathlib import Path
 from typing import Literal
 
-from hisparse.cache.allocate import zeros
-from hisparse.cache.page_lock import memlock_limit
+from hisparse.cache.allocate import memlock_limit, zeros
 from hisparse.config import HiSparseConfig
 from hisparse.errors import CapacityError, one_line
 from hisparse.memory.host import free_host_memory
-from hisparse.sglang import names
+from hisparse.sglang import install
 from hisparse.units import format_bytes, resolve_memory
 
 Status = Literal["ok", "warning", "error"]
@@ -43,12 +42,23 @@ class Finding:
     remedy: str = ""
 
 
+def _ok(name: str, message: str) -> list[Finding]:
+    return [Finding(name=name, status="ok", message=message)]
+
+
+def _warning(name: str, message: str, remedy: str = "") -> list[Finding]:
+    return [Finding(name=name, status="warning", message=message, remedy=remedy)]
+
+
+def _error(name: str, message: str, remedy: str = "") -> list[Finding]:
+    return [Finding(name=name, status="error", message=message, remedy=remedy)]
+
+
 #: Packages, and what each is needed for.
 _OPTIONAL = (
     ("transformers", "eval, plan, HiSparseCache"),
     ("apache-tvm-ffi", "compiled kernels"),
     ("triton", "Triton kernels"),
-    ("faiss-cpu", "dipr's fine index"),
     ("flashinfer-python", "adapter flashinfer"),
     ("flash-attn", "adapter flash_attention without SGLang's own"),
     ("lm_eval", "tasks of lm-evaluation-harness"),
@@ -59,8 +69,7 @@ _OPTIONAL = (
 
 def python() -> list[Finding]:
     """The interpreter."""
-    found = f"{platform.python_version()}, {sys.executable}"
-    return [Finding(name="python", status="ok", message=found)]
+    return _ok("python", f"{platform.python_version()}, {sys.executable}")
 
 
 def torch_version() -> list[Finding]:
@@ -71,11 +80,11 @@ def torch_version() -> list[Finding]:
     message = f"{torch.__version__} ({kind})"
     wanted = sglang_pin("torch")
     if wanted and wanted != torch.__version__.partition("+")[0]:
-        message += f"; sglang {names.installed_release()} asks for torch {wanted}"
+        message += f"; sglang {install.installed_release()} asks for torch {wanted}"
         if torch.version.cuda:
             remedy = f"its CUDA kernels are built for that torch: pip install torch=={wanted}"
-            return [Finding(name="torch", status="warning", message=message, remedy=remedy)]
-    return [Finding(name="torch", status="ok", message=message)]
+            return _warning("torch", message, remedy)
+    return _ok("torch", message)
 
 
 def sglang_pin(package: str) -> str | None:
@@ -90,12 +99,11 @@ def sglang_pin(package: str) -> str | None:
 
 def sglang_version() -> list[Finding]:
     """Whether the installed SGLang is the release that hisparse supports."""
-    found = names.installed_release()
-    if found is not None and names.is_supported(found):
-        return [Finding(name="sglang", status="ok", message=f"{found}, the supported release")]
-    message = f"got {found or 'none'}, expected {names.RELEASE}"
-    remedy = f"pip install sglang=={names.RELEASE}"
-    return [Finding(name="sglang", status="error", message=message, remedy=remedy)]
+    found = install.installed_release()
+    if found is not None and install.is_supported(found):
+        return _ok("sglang", f"{found}, the supported release")
+    message = f"got {found or 'none'}, expected {install.RELEASE}"
+    return _error("sglang", message, f"pip install sglang=={install.RELEASE}")
 
 
 def plugin_visible() -> list[Finding]:
@@ -104,18 +112,12 @@ def plugin_visible() -> list[Finding]:
     if not found:
         message = "the entry point hisparse of the group sglang.srt.plugins is not installed"
         remedy = "install the package (pip install .) instead of putting it on PYTHONPATH"
-        return [Finding(name="plugin", status="error", message=message, remedy=remedy)]
+        return _error("plugin", message, remedy)
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and "hisparse" not in [name.strip() for name in allowed.split(",")]:
-        return [
-            Finding(
-                name="plugin",
-                status="error",
-                message=f"SGLANG_PLUGINS is {allowed!r}, which excludes hisparse",
-                remedy=f"export SGLANG_PLUGINS={allowed},hisparse, or unset it",
-            )
-        ]
-    return [Finding(name="plugin", status="ok", message=f"entry point {found[0].value}")]
+        message = f"SGLANG_PLUGINS is {allowed!r}, which excludes hisparse"
+        return _error("plugin", message, f"export SGLANG_PLUGINS={allowed},hisparse, or unset it")
+    return _ok("plugin", f"entry point {found[0].value}")
 
 
 def optional_packages() -> list[Finding]:
@@ -127,7 +129,7 @@ def optional_packages() -> list[Finding]:
         except PackageNotFoundError:
             absent.append(f"{name} ({use})")
     message = "; ".join((", ".join(found) or "none", f"without {', '.join(absent) or 'none'}"))
-    return [Finding(name="optional packages", status="ok", message=message)]
+    return _ok("optional packages", message)
 
 
 _TIMEOUT_S = 120
@@ -135,10 +137,9 @@ _TIMEOUT_S = 120
 
 def hooks() -> list[Finding]:
     """Load the plug-in as SGLang does, in a process of its own."""
-    found_release = names.installed_release()
-    if found_release is None or not names.is_supported(found_release):
-        message = f"not checked: sglang {names.RELEASE} is not installed"
-        return [Finding(name="hooks", status="warning", message=message)]
+    found_release = install.installed_release()
+    if found_release is None or not install.is_supported(found_release):
+        return _warning("hooks", f"not checked: sglang {install.RELEASE} is not installed")
     import torch
 
     environment = os.environ | {"SGLANG_PLUGINS": "hisparse", "OMP_NUM_THREADS": "1"}
@@ -151,29 +152,27 @@ def hooks() -> list[Finding]:
         )
         found = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return [_broken(f"importing SGLang took more than {_TIMEOUT_S} s")]
+        return _broken([f"importing SGLang took more than {_TIMEOUT_S} s"])
     except (IndexError, ValueError):
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        message = f"SGLang cannot be imported: {last[:300]}"
-        return [Finding(name="hooks", status="error", message=message, remedy=_packages())]
-    problems = found["problems"]
-    if problems:
-        return [_broken(problem) for problem in problems]
+        return _error("hooks", f"SGLang cannot be imported: {last[:300]}", _packages())
+    if found["problems"]:
+        return _broken(found["problems"])
     message = f"all {found['hooks']} hooks fit, and the {found['used']} other names in use exist"
-    return [Finding(name="hooks", status="ok", message=message)]
+    return _ok("hooks", message)
 
 
 def _packages() -> str:
     """Remedy: the versions of torch and transformers that the installed SGLang pins."""
     pins = ((name, sglang_pin(name)) for name in ("torch", "transformers"))
     wanted = " and ".join(f"{name} {pin}" for name, pin in pins if pin)
-    asks = f"install what sglang {names.installed_release()} asks for"
+    asks = f"install what sglang {install.installed_release()} asks for"
     return f"{asks}: {wanted}" if wanted else asks
 
 
-def _broken(message: str) -> Finding:
-    remedy = f"install sglang {names.RELEASE}, complete"
-    return Finding(name="hooks", status="error", message=message, remedy=remedy)
+def _broken(problems: Sequence[str]) -> list[Finding]:
+    remedy = f"install sglang {install.RELEASE}, complete"
+    return [finding for problem in problems for finding in _error("hooks", problem, remedy)]
 
 
 #: With less free memory, a server can hardly hold its own processes.
@@ -189,14 +188,14 @@ def device() -> list[Finding]:
     if not torch.cuda.is_available():
         message = "PyTorch finds no CUDA GPU, so SGLang serves on the CPU, which is for tests only"
         remedy = "on a machine with a GPU: check nvidia-smi, and that torch is a CUDA build"
-        return [Finding(name="device", status="warning", message=message, remedy=remedy)]
+        return _warning("device", message, remedy)
     checks = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free = format_bytes(torch.cuda.mem_get_info(index)[0])
         message = f"{about.name}, sm_{about.major}{about.minor}, {free} free of "
         message += format_bytes(about.total_memory)
-        checks.append(Finding(name=f"device {index}", status="ok", message=message))
+        checks += _ok(f"device {index}", message)
     return checks
 
 
@@ -206,16 +205,13 @@ def pinned_memory() -> list[Finding]:
 
     message = f"ulimit -l is {memlock_limit()}"
     if not torch.cuda.is_available():
-        message += "; without a GPU nothing is pinned"
-        return [Finding(name="pinned memory", status="ok", message=message)]
+        return _ok("pinned memory", f"{message}; without a GPU nothing is pinned")
     try:
         zeros([2**26], torch.uint8, torch.device("cpu"), pin=True)
     except CapacityError as error:
-        message += f"; 64 MiB could not be pinned: {error}"
         remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1"
-        return [Finding(name="pinned memory", status="error", message=message, remedy=remedy)]
-    message += "; 64 MiB could be pinned"
-    return [Finding(name="pinned memory", status="ok", message=message)]
+        return _error("pinned memory", f"{message}; 64 MiB could not be pinned: {error}", remedy)
+    return _ok("pinned memory", f"{message}; 64 MiB could be pinned")
 
 
 def host_memory() -> list[Finding]:
@@ -225,8 +221,8 @@ def host_memory() -> list[Finding]:
     message = f"{format_bytes(free)} free; host_memory {default} would take {pool} for the KV cache"
     if free < _LITTLE_BYTES:
         remedy = "free some memory, or set host_memory and --max-total-tokens"
-        return [Finding(name="host memory", status="warning", message=message, remedy=remedy)]
-    return [Finding(name="host memory", status="ok", message=message)]
+        return _warning("host memory", message, remedy)
+    return _ok("host memory", message)
 
 
 def numa(nodes: Path = _NODES) -> list[Finding]:
@@ -236,10 +232,10 @@ def numa(nodes: Path = _NODES) -> list[Finding]:
         if match := re.search(r"MemFree:\s+(\d+) kB", meminfo.read_text()):
             sizes[int(meminfo.parent.name.removeprefix("node"))] = 1024 * int(match[1])
     if len(sizes) < 2:
-        return [Finding(name="numa", status="ok", message="one node")]
+        return _ok("numa", "one node")
     message = ", ".join(f"node {node}: {format_bytes(sizes[node])} free" for node in sorted(sizes))
     remedy = "start the server with numactl --interleave=all, or bound to the node of its GPUs"
-    return [Finding(name="numa", status="warning", message=message, remedy=remedy)]
+    return _warning("numa", message, remedy)
 
 
 def cpu_kernels() -> list[Finding]:
@@ -253,7 +249,7 @@ def cpu_kernels() -> list[Finding]:
         return f"C++ for {cpu_instruction_set()}{asked}: {path}"
 
     remedy = "install g++ and apache-tvm-ffi (CXX names another compiler)"
-    return [_built("CPU kernels", build, remedy)]
+    return _built("CPU kernels", build, remedy)
 
 
 def cuda_kernels() -> list[Finding]:
@@ -264,9 +260,9 @@ def cuda_kernels() -> list[Finding]:
 
     if not torch.cuda.is_available():
         message = f"not used: there is no GPU to build for; nvcc: {find_nvcc() or 'not found'}"
-        return [Finding(name="CUDA kernels", status="ok", message=message)]
+        return _ok("CUDA kernels", message)
     remedy = "install nvcc (CUDA_HOME names its toolkit) and apache-tvm-ffi"
-    return [_built("CUDA kernels", lambda: f"CUDA C++: {build_cuda()}", remedy)]
+    return _built("CUDA kernels", lambda: f"CUDA C++: {build_cuda()}", remedy)
 
 
 def triton_kernels() -> list[Finding]:
@@ -274,26 +270,22 @@ def triton_kernels() -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        message = "not used: there is no GPU"
-        return [Finding(name="Triton kernels", status="ok", message=message)]
+        return _ok("Triton kernels", "not used: there is no GPU")
     try:
         import triton
     except ImportError as error:
         message = f"slower PyTorch code is used instead: {error}"
-        remedy = "pip install triton"
-        return [Finding(name="Triton kernels", status="warning", message=message, remedy=remedy)]
-    return [Finding(name="Triton kernels", status="ok", message=f"Triton {triton.__version__}")]
+        return _warning("Triton kernels", message, "pip install triton")
+    return _ok("Triton kernels", f"Triton {triton.__version__}")
 
 
-def _built(name: str, build: Callable[[], str], remedy: str) -> Finding:
+def _built(name: str, build: Callable[[], str], remedy: str) -> list[Finding]:
     from hisparse.kernels.build.compiler import CannotBuildError
 
     try:
-        message = build()
+        return _ok(name, build())
     except (ImportError, OSError, CannotBuildError) as error:
-        message = f"slower PyTorch code is used instead: {error}"
-        return Finding(name=name, status="warning", message=message, remedy=remedy)
-    return Finding(name=name, status="ok", message=message)
+        return _warning(name, f"slower PyTorch code is used instead: {error}", remedy)
 
 
 def adapters() -> list[Finding]:
@@ -357,4 +349,4 @@ def _guarded(check: _CheckFunction) -> list[Finding]:
     except Exception as error:
         name = check.__name__.replace("_", " ")
         remedy = "a broken package, or a bug of hisparse: please report it"
-        return [Finding(name=name, status="error", message=one_line(error), remedy=remedy)]
+        return _error(name, one_line(error), remedy)

@@ -202,7 +202,6 @@ class DecodeBatch:
             max_pages=int(self.seq_lens_cpu.max() - 1) // size,
             host_page_table=self.host_page_table,
             kv_io=engine.manager.kv_io,
-            indexes=engine.representations.indexes,
             seq_lens_cpu=self.seq_lens_cpu,
             host_slots=self.host_slots,
             rows=rows,
@@ -211,6 +210,60 @@ class DecodeBatch:
             row_tail_lens=tail_lens.repeat_interleave(heads),
             num_real_rows=num_real_rows,
             captured=self.num_real is not None,
+        )
+
+
+class StaticBatch:
+    """The inputs of the CUDA graphs of decode steps of all batch sizes.
+
+    This code has not run on a GPU yet: tests record the operations of a step on a CPU and replay
+    them. Rows after the requests are padding: one token in request slot 0 and host page 0, which no
+    request uses. :meth:`SizingRequest.captured_bytes` accounts for it.
+
+    Args:
+        max_requests: the largest batch.
+        num_pages: P, pages of the longest context.
+        page_size: S, tokens.
+        device: device of the tensors.
+    """
+
+    def __init__(
+        self, max_requests: int, num_pages: int, page_size: int, device: torch.device
+    ) -> None:
+        # Slots, lengths and host slots.
+        self._rows = torch.zeros(3, max_requests, dtype=torch.int64, device=device)
+        self._table = torch.zeros(max_requests, num_pages, dtype=torch.int32, device=device)
+        self._num_real = torch.zeros(1, dtype=torch.int32, device=device)
+        self._bounds = np.full(max_requests, num_pages * page_size)
+        self.load(None)
+
+    def load(self, batch: DecodeBatch | None) -> None:
+        """Write the requests of a step, then padding; None: padding only.
+
+        Runs on the stream of the replay, without waiting for it.
+        """
+        count = 0 if batch is None else batch.slots.shape[0]
+        if batch is not None:
+            new = (batch.slots, batch.seq_lens, batch.host_slots)
+            for static, values in zip(self._rows, new, strict=True):
+                static[:count] = values
+            self._table[:count, : batch.host_page_table.shape[1]] = batch.host_page_table
+        self._rows[:, count:] = 0
+        self._rows[1, count:] = 1
+        self._num_real.fill_(count)
+
+    def first(self, batch_size: int) -> DecodeBatch:
+        """The first ``batch_size`` rows as a batch, views of the static tensors."""
+        slots, seq_lens, host_slots = self._rows[:, :batch_size]
+        bounds = self._bounds[:batch_size]
+        return DecodeBatch(
+            slots=slots,
+            slots_cpu=np.zeros_like(bounds),
+            seq_lens=seq_lens,
+            seq_lens_cpu=bounds,
+            host_slots=host_slots,
+            host_page_table=self._table[:batch_size],
+            num_real=self._num_real,
         )
 
 

@@ -25,10 +25,9 @@ from hisparse.engine.capabilities import (
     resolve_settings,
     row_tokens,
 )
-from hisparse.engine.components import Components, GatherQueries
 from hisparse.engine.contract import call
 from hisparse.engine.coordinator import SparseCoordinator
-from hisparse.engine.extensions.base import Extension, ExtensionContext
+from hisparse.engine.extensions.base import Components, Extension, GatherQueries
 from hisparse.engine.modes import AttentionModes
 from hisparse.engine.representations import Representations
 from hisparse.memory import sizing as sizing_formula
@@ -77,7 +76,6 @@ class PoolSizes:
         min_row_pages, max_row_pages: smallest and largest capacity of a row, in device pages.
         context_pages: pages of the longest sequence.
         staging_pages: pages of one staging tile.
-        index_bytes: host memory for the indexes of requests; None: unlimited.
     """
 
     num_slots: int
@@ -87,7 +85,6 @@ class PoolSizes:
     max_row_pages: int
     context_pages: int
     staging_pages: int
-    index_bytes: int | None = None
 
 
 def make_policy(
@@ -118,7 +115,7 @@ def kept_tensors(
     """Tensors that the algorithm and the extensions keep beside K and V, by name."""
     kept = dict(call(algorithm.representations, None, policy))
     for name, options in config.extensions.items():
-        kept |= _extension_type(name).state(options, policy)
+        kept |= EXTENSIONS.get(name).state(options, policy)
     return kept
 
 
@@ -130,7 +127,7 @@ def _extra_tables(config: HiSparseConfig, policy: SelectionPolicy) -> ExtraTable
         return [
             table
             for name in config.extensions
-            for table in _extension_type(name).attended_tables(policy, **most)
+            for table in EXTENSIONS.get(name).attended_tables(policy, **most)
         ]
 
     return tables
@@ -160,8 +157,6 @@ def resolve(
     scope = choose_scope(config, format_of(spec))
     algorithm = build_algorithm(config)
     policy = make_policy(config, algorithm, spec, scale, scope)
-    length, host_bytes = resources.context_length, resources.host_bytes
-    algorithm = call(algorithm.resolved, None, policy, context_length=length, host_bytes=host_bytes)
     captured = resources.captures and config.not_captured(resources.device_type) is None
     resolved = resolve_settings(config, spec, scope, layers, captured=captured)
     adapter = choose_adapter(
@@ -180,10 +175,10 @@ def resolve(
         policy,
         resources,
         kept=kept,
-        host_token_bytes=host_token_bytes(algorithm, kept, spec),
+        host_token_bytes=host_token_bytes(kept, spec),
         adapter=ADAPTERS.get(adapter.name),
         captured_request_bytes=call(
-            algorithm.captured_bytes, None, policy, -(-length // spec.page_size)
+            algorithm.captured_bytes, None, policy, -(-resources.context_length // spec.page_size)
         ),
         extra_tables=_extra_tables(config, policy),
     )
@@ -225,9 +220,6 @@ def build_engine(
         max_row_pages=sizing.max_row_capacity // spec.page_size,
         context_pages=sizing.request.context_pages,
         staging_pages=tile_pages(setup.resolved.config, spec, sizing.staging_bytes),
-        index_bytes=setup.algorithm.host_token_bytes(spec.selecting)
-        * host.num_pages
-        * spec.page_size,
     )
     adapter = ADAPTERS.get(setup.adapter.name)()
     algorithm = setup.algorithm
@@ -273,7 +265,7 @@ def build(
         gather_queries: see :class:`Components`.
     """
     config = resolved.config
-    types = {name: _extension_type(name) for name in config.extensions}
+    types: dict[str, type[Extension]] = {x: EXTENSIONS.get(x) for x in config.extensions}
     named = [name for cls in types.values() for name in cls.counters]
     num_layers = policy.kv.num_layers
     counters = Counters(device, named, layers=num_layers if config.layer_metrics else 0)
@@ -288,37 +280,26 @@ def build(
         host_pages=host.num_pages,
         num_slots=sizes.num_slots,
         device=device,
-        index_bytes=sizes.index_bytes,
     )
     call(algorithm.initialize, None, representations.tensors, policy)
-    modes = _make_modes(resolved, policy, algorithm)
-    state = representations.tensors
-    context = ExtensionContext(
-        config=config, policy=policy, manager=manager, adapter=adapter, state=state, modes=modes
-    )
     components = Components(
+        config=config,
         policy=policy,
         algorithm=algorithm,
         manager=manager,
         adapter=adapter,
         representations=representations,
-        modes=modes,
-        extensions=[cls(config.extensions[name], context) for name, cls in types.items()],
+        modes=AttentionModes(
+            policy,
+            algorithm,
+            min_sparse_context=config.min_sparse_context,
+            dense_layers=resolved.dense_layers,
+            reuse_layers=config.reuse_layers,
+        ),
         gather_queries=gather_queries,
     )
-    return SparseCoordinator(components)
-
-
-def _make_modes(
-    resolved: Resolved, policy: SelectionPolicy, algorithm: BaseSparseAlgorithm
-) -> AttentionModes:
-    return AttentionModes(
-        policy,
-        algorithm,
-        min_sparse_context=resolved.config.min_sparse_context,
-        dense_layers=resolved.dense_layers,
-        reuse_layers=resolved.config.reuse_layers,
-    )
+    extensions = [cls(config.extensions[name], components) for name, cls in types.items()]
+    return SparseCoordinator(components, extensions)
 
 
 def _make_manager(
@@ -345,6 +326,7 @@ def _make_manager(
         min_pages=sizes.min_row_pages,
         max_pages=sizes.max_row_pages,
         max_requests=sizes.max_requests,
+        num_slots=sizes.num_slots,
     )
     return SparseKVCacheManager(
         host,
@@ -355,8 +337,3 @@ def _make_manager(
         checked=config.checked,
         streams=streams,
     )
-
-
-def _extension_type(name: str) -> type[Extension]:
-    extension: type[Extension] = EXTENSIONS.get(name)
-    return extension

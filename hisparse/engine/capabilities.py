@@ -9,7 +9,7 @@ from dataclasses import replace
 from hisparse.adapters import ADAPTERS, choose_adapter
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.cache.formats import KVFormat, format_of
-from hisparse.config import KV_FORMATS, HiSparseConfig, Resolved
+from hisparse.config import HiSparseConfig, Resolved, find_format
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec, SelectionScope
 
@@ -26,7 +26,7 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
     Raises:
         ConfigError: the algorithm does not support a setting; the message names those that do.
     """
-    cls = ALGORITHMS.get(config.algorithm)
+    cls, stored = ALGORITHMS.get(config.algorithm), find_format(config.kv_cache_dtype)
 
     def takes_page_size(cls: type[BaseSparseAlgorithm]) -> bool:
         return cls.page_sizes is None or config.page_size in cls.page_sizes
@@ -34,16 +34,12 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
     def takes_device(cls: type[BaseSparseAlgorithm]) -> bool:
         return device_type == "cpu" or not cls.reads_host_keys
 
-    requirements: list[tuple[str, Callable[[type[BaseSparseAlgorithm]], bool]]] = [
-        (f"page_size {config.page_size}", takes_page_size),
-        (f"device {device_type}", takes_device),
-    ]
-    stored = KV_FORMATS.get(config.kv_cache_dtype)
-    if stored.encoded:
-        requirements.append(
-            (f"kv_cache_dtype {config.kv_cache_dtype}", lambda c: not c.reads_host_keys)
-        )
-    for setting, supports in requirements:
+    requirements: dict[str, Callable[[type[BaseSparseAlgorithm]], bool]] = {
+        f"page_size {config.page_size}": takes_page_size,
+        f"device {device_type}": takes_device,
+        f"kv_cache_dtype {config.kv_cache_dtype}": stored.serves,
+    }
+    for setting, supports in requirements.items():
         if not supports(cls):
             others = ", ".join(name for name in ALGORITHMS if supports(ALGORITHMS.get(name)))
             sizes = f" (its page sizes: {', '.join(map(str, cls.page_sizes or ()))})"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from hisparse.cache.counters import CacheStats
 from hisparse.cache.shareable_pages import ShareablePages
-from hisparse.engine.components import Components
 from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeLayer, SelectionObserver
-from hisparse.engine.extensions.base import overriding
-from hisparse.engine.metrics import CacheStats
+from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.engine.prefill import Prefill, PrefillChunk
 from hisparse.engine.restored import Build, RestoredPages, TransferredRequests
 from hisparse.types import IndexerInputs, PagedKV
@@ -61,9 +60,11 @@ class SparseCoordinator:
 
     Args:
         components: see :func:`hisparse.engine.build.build`.
+        extensions: in the order of their hooks.
 
     Attributes:
-        policy, algorithm, manager, representations, modes, extensions: the components.
+        policy, algorithm, manager, representations, modes: the components.
+        extensions: as given.
         decode: runs the layers of decode steps.
         prefill: runs the layers of prefills.
         shareable: which pages a store may take; None: there is no store.
@@ -72,22 +73,22 @@ class SparseCoordinator:
         replayed: whether the last forward was a captured step.
     """
 
-    def __init__(self, components: Components) -> None:
+    def __init__(self, components: Components, extensions: Sequence[Extension] = ()) -> None:
         self.policy = components.policy
         self.algorithm = components.algorithm
         self.manager = components.manager
         self.representations = components.representations
         self.modes = components.modes
-        self.extensions = components.extensions
-        self.decode = DecodeLayer(components)
-        self.prefill = Prefill(components)
+        self.extensions = extensions
+        self.decode = DecodeLayer(components, extensions)
+        self.prefill = Prefill(components, extensions)
         self.shareable: ShareablePages | None = None
         self.restored: RestoredPages | None = None
         self.transferred: TransferredRequests | None = None
         self.replayed = False
-        self._storing = overriding("store_pages", components.extensions)
-        self._before_step = overriding("before_step", components.extensions)
-        self._after_step = overriding("after_step", components.extensions)
+        self._storing = overriding("store_pages", extensions)
+        self._before_step = overriding("before_step", extensions)
+        self._after_step = overriding("after_step", extensions)
         self._forward: Forward | None = None
 
     def share_pages(self) -> tuple[ShareablePages, RestoredPages]:
@@ -121,8 +122,8 @@ class SparseCoordinator:
         Empty if nothing is built, or if requests have state that only building fills.
         """
         algorithm, kept = self.algorithm, self.representations
-        own = algorithm.query_window or algorithm.host_token_bytes(self.policy.kv)
-        if algorithm.indexer or own or not kept.only_of_pages or not self.policy.kv.full_layers:
+        only_built = algorithm.indexer or algorithm.query_window or not kept.only_of_pages
+        if only_built or not self.policy.kv.full_layers:
             return {}
         return dict(kept.of_pages)
 
@@ -146,7 +147,6 @@ class SparseCoordinator:
     def on_request_end(self, slot: int) -> None:
         """End the request of a slot. Safe while an earlier forward is running."""
         self.manager.residency.end(slot)
-        self.representations.end(slot)
         if self.transferred is not None:
             self.transferred.drop(slot)
 
@@ -273,16 +273,12 @@ class SparseCoordinator:
     def forward_abort(self) -> None:
         """End a forward that a layer's exception ended; its requests must not go on."""
         self._forward = None
-        self.prefill.abort()
+        self.prefill.join()
         self.manager.end_forward()
         self._end_step(complete=False)
 
     def stats(self) -> CacheStats:
         """Totals since the start, as of the last forward that the device has finished."""
-        return CacheStats.of(
-            self.manager.counters.totals(),
-            page_tokens=self.policy.kv.page_size,
-            page_bytes=self.manager.device.page_bytes,
-            extensions={n: text for x in self.extensions for n, text in x.counters.items()},
-            layers=self.manager.counters.layers(),
+        return self.manager.counters.stats(
+            page_tokens=self.policy.kv.page_size, page_bytes=self.manager.device.page_bytes
         )

@@ -6,7 +6,7 @@ These are its six operations, in order. The algorithm scores and selects (``retr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import DecodeStep
 from hisparse.algorithms.step import AttentionMode
 from hisparse.cache import PageTable, Tile
-from hisparse.engine.components import Components
 from hisparse.engine.contract import blame, call, require_selection, retrieve
-from hisparse.engine.extensions.base import overriding
+from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.kernels import serial_operators
 from hisparse.types import IndexerInputs, Selection
 
@@ -30,12 +29,13 @@ class DecodeLayer:
 
     Args:
         components: of the engine.
+        extensions: in the order of their hooks.
 
     Attributes:
         observer: called after every selection; None: no callback.
     """
 
-    def __init__(self, components: Components) -> None:
+    def __init__(self, components: Components, extensions: Sequence[Extension]) -> None:
         self._policy = components.policy
         self._algorithm = components.algorithm
         self._manager = components.manager
@@ -46,12 +46,11 @@ class DecodeLayer:
         self._dense_width = min(self._modes.dense_width, self._manager.device.max_row_pages)
         # The algorithm ranks the tail page: a selection that fills the budget excludes it.
         self._tail_below = self._policy.max_pages if self._algorithm.ranks_tail else None
-        hooks = components.extensions
-        self._before_layer = overriding("before_layer", hooks)
-        self._refining = overriding("refine_selection", hooks)
-        self._after_selection = overriding("after_selection", hooks)
-        self._after_attention = overriding("after_attention", hooks)
-        self._storing = overriding("store_pages", hooks)
+        self._before_layer = overriding("before_layer", extensions)
+        self._refining = overriding("refine_selection", extensions)
+        self._after_selection = overriding("after_selection", extensions)
+        self._after_attention = overriding("after_attention", extensions)
+        self._storing = overriding("store_pages", extensions)
         self._serial = serial_operators(self._manager.device.device)
         self.observer: SelectionObserver | None = None
 
@@ -69,22 +68,26 @@ class DecodeLayer:
 
         ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
         """
+        if indexer is not None:
+            step.use_indexer(indexer)
         with self._serial:
-            self._start_layer(layer_id, step)
+            if self._before_layer and "sparse" in step.by_mode:
+                for extension in self._before_layer:
+                    call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
             self._manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
         by_mode = self._modes.of_layer(layer_id, step)
         if len(by_mode) == 1:
             ((mode, part),) = by_mode.items()
-            out = self._attend_in(mode, layer_id, part, q, indexer, sinks)
+            out = self._attend_in(mode, layer_id, part, q, sinks)
         else:
             out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim)
             for mode, part in by_mode.items():
                 own = q[part.index]
-                out[part.index] = self._attend_in(mode, layer_id, part, own, indexer, sinks)
+                out[part.index] = self._attend_in(mode, layer_id, part, own, sinks)
         last = step.last or step
         if last.filled is not None:
             with self._serial:
-                self._finish(layer_id, _of_layer(last, indexer), *last.filled)
+                self._finish(layer_id, last, *last.filled)
         return out
 
     def _attend_in(
@@ -93,7 +96,6 @@ class DecodeLayer:
         layer_id: int,
         step: DecodeStep,
         q: Tensor,
-        indexer: IndexerInputs | None,
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention of the requests in one mode: ``q [B, Hq, D]`` -> ``[B, Hq, Dv]``."""
@@ -101,7 +103,7 @@ class DecodeLayer:
             return self._attend_streamed(layer_id, q, step, sinks).to(q.dtype)
         selection = None
         if mode == "sparse":
-            selection = self._select(layer_id, q, _of_layer(step, indexer))  # score, select
+            selection = self._select(layer_id, q, step)  # score, select
         queries = q.reshape(-1, self._policy.kv.num_q_heads // self._policy.heads, q.shape[-1])
         with self._serial:
             try:
@@ -120,11 +122,6 @@ class DecodeLayer:
         if sinks is not None:
             out = add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks).out
         return out.to(q.dtype)
-
-    def _start_layer(self, layer_id: int, step: DecodeStep) -> None:
-        if self._before_layer and "sparse" in step.by_mode:
-            for extension in self._before_layer:
-                call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
 
     def _select(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
         """The pages that a layer attends; the first layer of a group scores and selects them."""
@@ -252,11 +249,6 @@ class DecodeLayer:
                 end = min((first + width) * size, seq_len)
                 tiles.append(Tile(layer_id, ~request, first, end, pages[first : first + width]))
         return tiles
-
-
-def _of_layer(step: DecodeStep, indexer: IndexerInputs | None) -> DecodeStep:
-    """The step with what the model's indexer says of the whole batch in one layer, if anything."""
-    return step if indexer is None else step.with_indexer(indexer)
 
 
 def _all_where(dense: Tensor, selection: Selection, everything: Selection) -> Selection:

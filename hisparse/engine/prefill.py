@@ -14,9 +14,8 @@ from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import PrefillStep
 from hisparse.cache import Tile
 from hisparse.cache.streams import Lane, Pending
-from hisparse.engine.components import Components
 from hisparse.engine.contract import call, check_positions
-from hisparse.engine.extensions.base import overriding
+from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.types import AttentionRule, IndexerInputs, PagedKV, StoredKV
 
 
@@ -56,13 +55,14 @@ class Prefill:
 
     Args:
         components: of the engine.
+        extensions: in the order of their hooks.
     """
 
-    def __init__(self, components: Components) -> None:
+    def __init__(self, components: Components, extensions: Sequence[Extension]) -> None:
         self._components = components
         self._policy = components.policy
         self._manager = components.manager
-        self._storing = overriding("store_pages", components.extensions)
+        self._storing = overriding("store_pages", extensions)
         self._moving: list[Pending[None]] = []
         # Keys and values of a prefix and its chunk, one after the other; all layers share them.
         self._joined: dict[str, Tensor] = {}
@@ -86,7 +86,7 @@ class Prefill:
         # not depend on which part of a prompt comes from the pool.
         k, v = self._manager.host.format.as_read(k, v)
         # Pending moves hold their tensors: at most K and V of two layers.
-        self._join_moves()
+        self.join()
         self._move("write", lambda: self._manager.kv_io.write(layer_id, host_slots, k, v))
         outputs = []
         for chunk, next_tile in self._chunks_with_next_tile(layer_id, chunks):
@@ -97,7 +97,9 @@ class Prefill:
             if not self._policy.kv.window(layer_id):
                 inputs = None if indexer is None else indexer.take(tokens)
                 step = self.summarize(layer_id, chunk, new[0], pages, inputs)
-                positions = self._select(layer_id, step)
+                algorithm = self._components.algorithm
+                positions = call(algorithm.select_prefill, layer_id, layer_id, step)
+                check_positions(positions, algorithm, layer_id, step.length)
             attended = self._attend(layer_id, chunk, *new, positions, next_tile)
             if sinks is not None:
                 attended = add_sinks(attended, sinks)
@@ -105,21 +107,11 @@ class Prefill:
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _select(self, layer_id: int, step: PrefillStep) -> Tensor | None:
-        """Positions ``[T, K] int32`` that each query attends; None: all up to its own."""
-        algorithm = self._components.algorithm
-        positions = call(algorithm.select_prefill, layer_id, layer_id, step)
-        check_positions(positions, algorithm, layer_id, step.length)
-        return positions
-
-    def abort(self) -> None:
-        """Join the moves of a forward that ended early."""
-        self._join_moves()
-
     def _move(self, lane: Lane, work: Callable[[], None]) -> None:
         self._moving.append(self._manager.streams.start(lane, work))
 
-    def _join_moves(self) -> None:
+    def join(self) -> None:
+        """Wait for the writes and loads of the layer before."""
         for move in self._moving:
             move.join()
         self._moving.clear()
@@ -186,8 +178,7 @@ class Prefill:
             context_pages=chunk.host_pages,
             is_last=chunk.is_last,
             indexer=indexer,
-            read_context=lambda layer: self._read_context(layer, chunk),
-            indexes=self._components.representations.indexes,
+            context_keys=lambda layer: self._context_keys(layer, chunk),
         )
         construct = self._components.algorithm.construct_representations
         call(construct, layer_id, keys, q, layer_id, step)
@@ -225,14 +216,13 @@ class Prefill:
         reach = max(window - 1, 1)
         return max(0, chunk.start - reach) // self._policy.kv.page_size
 
-    def _read_context(
-        self, layer_id: int, chunk: PrefillChunk
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Read all tokens up to the end of the chunk; see :meth:`_read`."""
+    def _context_keys(self, layer_id: int, chunk: PrefillChunk) -> Iterator[tuple[int, Tensor]]:
+        """Read all keys up to the end of the chunk; see :class:`PrefillStep`."""
         # The chunk itself is read back, so its write has to end first.
-        self._join_moves()
+        self.join()
         for tile in self._tiles(layer_id, chunk, 0, chunk.end):
-            yield self._read(tile, chunk.end)
+            position, keys, _ = self._read(tile, chunk.end)
+            yield position, keys
 
     def _tiles(self, layer_id: int, chunk: PrefillChunk, first_page: int, end: int) -> list[Tile]:
         width, count = self._manager.staging_pages, -(-end // self._policy.kv.page_size)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import Representation, RepresentationMemory, RepresentationOwner
-from hisparse.algorithms.request_indexes import RequestIndexes
 from hisparse.cache.allocate import zeros
 
 
@@ -23,7 +22,6 @@ class Representations:
         host_pages: pages of the host pool, including the padding page.
         num_slots: request slots.
         device: device of the tensors. Those in host memory are page-locked and mapped for a GPU.
-        index_bytes: host memory for indexes; None: unlimited.
 
     Attributes:
         tensors: by name, ``[L, host pages, *shape]``, ``[L, request slots, *shape]`` or
@@ -33,7 +31,6 @@ class Representations:
         per_page: those of them that belong to pages.
         of_pages: those of these that are saved, without skipped layers.
         only_of_pages: whether these are all that is saved.
-        indexes: the algorithm's host-memory indexes of each request.
     """
 
     def __init__(
@@ -45,7 +42,6 @@ class Representations:
         host_pages: int,
         num_slots: int,
         device: torch.device,
-        index_bytes: int | None = None,
     ) -> None:
         entries: dict[RepresentationOwner, tuple[int, ...]] = {
             "page": (host_pages,),
@@ -61,15 +57,13 @@ class Representations:
         self._layers = frozenset(layers)
         self.tensors = memory
         if len(layers) < num_layers:
-            self.tensors = {name: _of_layers(tensor, layers) for name, tensor in memory.items()}
+            self.tensors = {n: cast(Tensor, _LayerTensor(x, layers)) for n, x in memory.items()}
         self.num_layers = num_layers
         self.per_page = [self.tensors[n] for n, r in kinds.items() if r.per == "page"]
         self.of_pages = {n: memory[n] for n, r in self._saved.items() if r.per == "page"}
         self.only_of_pages = len(self.of_pages) == len(self._saved)
         self._request_state = [memory[n] for n, r in kinds.items() if r.per == "request"]
-        self.indexes = RequestIndexes(num_layers, num_slots, index_bytes)
         self._begun: set[int] = set()
-        self._ended: set[int] = set()
 
     def num_bytes(self, memory: RepresentationMemory) -> int:
         """Bytes of the tensors in one memory."""
@@ -81,15 +75,8 @@ class Representations:
         """Start a request in a slot; the next forward zeroes the slot's state."""
         self._begun.add(slot)
 
-    def end(self, slot: int) -> None:
-        """End a request; the next forward frees its indexes."""
-        self._ended.add(slot)
-
     def apply_resets(self) -> None:
-        """Clear the slots of requests that began or ended since the last call."""
-        for slot in self._begun | self._ended:
-            self.indexes.drop(slot)
-        self._ended.clear()
+        """Zero the state of requests that began since the last call."""
         if self._begun:
             slots = sorted(self._begun)
             for state in self._request_state:
@@ -101,7 +88,6 @@ class Representations:
         self.apply_resets()
         for state in self._request_state:
             state[:, target] = state[:, source]
-        self.indexes.fork(source, target)
 
     def read(self, layer_id: int, slot: int, host_pages: Tensor) -> dict[str, Tensor]:
         """Read the saved entries of a request and of its pages ``host_pages [P]``.
@@ -161,10 +147,6 @@ class _LayerTensor:
     def __getattr__(self, name: str) -> Any:
         # Shape, dtype, device and size in memory are those of the tensor.
         return getattr(self._tensor, name)
-
-
-def _of_layers(tensor: Tensor, layers: Sequence[int]) -> Tensor:
-    return cast(Tensor, _LayerTensor(tensor, layers))
 
 
 def _zeros(kind: Representation, shape: tuple[int, ...], device: torch.device) -> Tensor:

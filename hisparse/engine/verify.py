@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hisparse.algorithms import DecodeStep
 from hisparse.cache import SparseKVCacheManager
-from hisparse.cache.snapshot import RowSnapshot, read_changed, restore_rows, save_rows
+from hisparse.cache.device_pool import RowSnapshot
 from hisparse.cache.swap_in import Wanted
 from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.coordinator import Forward, SparseCoordinator
@@ -286,7 +286,7 @@ class _Verification:
         """Keep the state before a step, unless no request can return to one of its tokens."""
         if not self._returnable[number]:
             return None
-        rows = save_rows(self._manager.device, layer_id, self._rows[number], self._width)
+        rows = self._manager.device.save_rows(layer_id, self._rows[number], self._width)
         entries = self._entries(layer_id, number)
         saved = _Saved(rows=rows, entries=entries, filled=None, log=[])
         self._saved[layer_id, number] = saved
@@ -372,8 +372,8 @@ class _Undo:
     def restore_rows(self, layer_id: int, saved: _Saved, manager: SparseKVCacheManager) -> None:
         """Give the rows in one layer the tables and the pages that they had after the tokens."""
         device, tables = manager.device, saved.rows.take(self._rows)
-        before = save_rows(device, layer_id, tables.rows, tables.slot_pages.shape[1])
-        restore_rows(device, layer_id, tables)
+        before = device.save_rows(layer_id, tables.rows, tables.slot_pages.shape[1])
+        device.restore_rows(layer_id, tables)
         for wanted in saved.log:
             if id(wanted.step.rows) in self._replays:
                 manager.replay(layer_id, wanted.of(self._replays[id(wanted.step.rows)]))
@@ -386,11 +386,5 @@ class _Undo:
                 device.state(layer_id),
                 device.tail_pages[layer_id],
             )
-        read_changed(
-            manager.host,
-            device,
-            layer_id,
-            before,
-            host_page_table=self._step.host_page_table,
-            tail_index=self._tail_index,
-        )
+        table = self._step.host_page_table
+        manager.kv_io.read_changed(layer_id, before, table, self._tail_index)

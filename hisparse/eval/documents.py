@@ -1,4 +1,10 @@
-"""Documents of a given length, and the items that are scored after them."""
+"""Documents of a given length, and the items that are scored after them.
+
+Planted sentences and their questions follow RULER, https://arxiv.org/abs/2404.06654. As at the end
+of RULER's prompts, a question is the beginning of its answer, so that a model that was not trained
+to chat can be scored too. RULER's question sentence is left out, because on a CPU every token takes
+time.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +12,19 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from hisparse.errors import ConfigError
-from hisparse.eval.synthetic_tasks import (
-    SYNTHETIC_TASKS,
-    SyntheticQuestion,
-    count_questions,
-    make_questions,
-)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A question that one place of a text answers, worded differently from the text.
-
-    Those in ``texts/questions.json`` were chosen from 311 candidates with a dense model,
-    qwen2.5-coder-0.5b: it answers them correctly, in at most 6 tokens, after 4,096 tokens of the
-    text, and wrongly without the text. So the dense score of that model is high by construction,
-    and the questions measure how much of it a sparse method keeps.
-
-    Attributes:
-        evidence: the sentences of the text that contain the answer, verbatim.
-        prompt: given after the text, up to the answer.
-        answer: expected after the prompt.
-    """
-
-    evidence: str
-    prompt: str
-    answer: str
-
-
-def questions_of(text: str, name: str) -> list[Question]:
-    """Questions whose evidence lies in a text or a part of it, in the order of the evidence.
-
-    Args:
-        text: the text, or a part of it.
-        name: name of the text; only those in ``hisparse.eval.texts.TEXTS`` have questions.
-    """
-    file = resources.files("hisparse.eval.texts") / "questions.json"
-    found = json.loads(file.read_text(encoding="utf-8")).get(name, [])
-    return [Question(**fields) for fields in found if fields["evidence"] in text]
-
-
-#: Tasks on the text itself: questions, passages to copy, and the text that follows the context.
+#: Tasks on planted sentences, and on the text itself: questions, passages to copy, and the text
+#: that follows the context.
+NEEDLE, MULTIKEY, VARIABLE = "needle", "multikey", "variable"
 QA, COPY, CONTINUE = "qa", "copy", "continue"
 #: Tasks to choose from; ``CONTINUE`` always runs.
-TASKS = (*SYNTHETIC_TASKS, QA, COPY)
+TASKS = (NEEDLE, MULTIKEY, VARIABLE, QA, COPY)
 #: Tokens of a passage that are given and that are scored. So many are given that a dense model
 #: finds the passage even if its first words occur several times.
 _GIVEN, _COPIED = 24, 16
@@ -66,6 +35,59 @@ _CONTINUED, _PIECE = 256, 32
 _EXTRA_QUESTIONS = 5
 #: Sentences that a context has at least, so that planted sentences are spread out.
 _MIN_SENTENCES = 16
+#: Beginnings of sentences, each of another form, and the kind of value that completes it.
+_NEEDLES = (
+    ("The password of the harbour gate is", "two words"),
+    ("The colour of the old lighthouse is", "word"),
+    ("The number of barrels in the hold of the Halcyon is", "number"),
+    ("The name of the watchman's dog is", "name"),
+    ("The train to Brunswick leaves at platform number", "number"),
+    ("The favourite dish of the tax collector is", "two words"),
+    ("The secret ingredient of Mrs. Ambler's soup is", "word"),
+    ("The combination of the merchant's safe is", "number"),
+    ("The street where the clockmaker lives is called", "two words"),
+    ("The tune that the organist plays on Sundays is", "two words"),
+    ("The godmother of the innkeeper's daughter is called", "name"),
+    ("The weight of the cathedral's largest bell is, in pounds,", "number"),
+    ("The flower on the admiral's coat of arms is", "word"),
+    ("The last book that the schoolmaster borrowed is about", "two words"),
+    ("The heir to the mill by the river is", "name"),
+    ("The population of the village of Tansley is", "number"),
+    ("The wood that the fiddle was carved from is", "word"),
+    ("The sign above the tailor's door shows", "two words"),
+)
+_WORDS = """
+amber basil cedar cobalt copper crimson ebony falcon ginger hazel heron indigo ivory jasper juniper
+lantern lemon maple marble meadow nutmeg olive opal orchid otter pepper plum raven saffron sage
+scarlet silver sparrow thistle velvet violet walnut willow
+"""
+_NAMES = """
+Barnaby Clementine Dorothea Ferdinand Gideon Hortense Leopold Matilda Octavia Rupert
+"""
+_KEYS = """
+anchor bishop candle dolphin engine feather garden hammer island jacket kettle ladder mirror needle
+orchard pillow quarry ribbon saddle tunnel umbrella valley window yarn zebra
+"""
+#: Between the text and a question.
+_SEPARATOR = "\n\n"
+
+#: Questions of each task in a document, at most, and tokens of context per question.
+_MAX_QUESTIONS, _TOKENS_PER_QUESTION = 15, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question, and the sentences that answer it.
+
+    Attributes:
+        task: name of the task.
+        sentences: planted in this order, or sentences of the text, verbatim.
+        completion: parts of the text after the document, given and scored in turn, given first.
+    """
+
+    task: str
+    sentences: tuple[str, ...]
+    completion: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +97,7 @@ class Item:
     Attributes:
         task: name of the task.
         start: tokens of the document that come before the item.
-        ids: token ids.
+        ids: token ids; the first is the document's own, so that the next one is predicted.
         scored: indices in ``ids`` of the answer's tokens, ascending, from 1 on. The others are
             given.
     """
@@ -104,31 +126,6 @@ class Document:
     items: list[Item]
 
 
-class _Completion(NamedTuple):
-    """An item before its leading token is added: ``scored`` indexes ``ids``, and ``after`` counts
-    the tokens between the context and the item.
-    """
-
-    task: str
-    ids: list[int]
-    scored: Sequence[int]
-    after: int = 0
-
-
-class _Stretch(NamedTuple):
-    """A part of a text, tokenized.
-
-    Attributes:
-        sentences: token ids of the sentences that go into the context.
-        text: the same as text, without the first sentence, which may be cut.
-        following: token ids after them.
-    """
-
-    sentences: list[list[int]]
-    text: str
-    following: list[int]
-
-
 def make_document(
     tokenizer: Any,
     text: str,
@@ -152,35 +149,118 @@ def make_document(
     """
     rng = random.Random(f"{name} {seed}")
     count = count_questions(length)
-    planted = make_questions(rng, count)
+    planted = [*_needles(rng, count), *_keys(rng, count), *_variables(rng, count)]
     begin: list[int] = tokenizer("").input_ids
     space = length - len(begin)
     space -= sum(len(_encode(tokenizer, f" {s}")) for p in planted for s in p.sentences)
-    stretch = _take_stretch(tokenizer, text, name, length, space, rng if seed else None)
-    context = [*begin, *_spread(tokenizer, stretch.sentences, planted, rng)]
-    completions = [_complete(tokenizer, p.task, p.completion) for p in planted]
-    asked = questions_of(stretch.text, name)
-    for question in rng.sample(asked, min(count + _EXTRA_QUESTIONS, len(asked))):
-        completions.append(_complete(tokenizer, QA, (question.prompt, question.answer)))
-    completions += _passages(stretch.sentences, count, rng)
-    completions = [completion for completion in completions if completion.task in tasks]
-    pieces = range(0, _CONTINUED, _PIECE)
-    completions += [
-        _Completion(CONTINUE, stretch.following[at : at + _PIECE], range(_PIECE), at)
-        for at in pieces
-    ]
-    ids = context + stretch.following[: pieces[-1]]
-    items = [_lead(completion, ids, length) for completion in completions]
+    sentences, taken, following = _take_stretch(
+        tokenizer, text, name, length, space, rng if seed else None
+    )
+    ids = [*begin, *_spread(tokenizer, sentences, planted, rng), *following]
+    items: list[Item] = []
+
+    def add(task: str, completion: list[int], scored: Iterable[int], after: int = 0) -> None:
+        start = length - 1 + after
+        if task in (*tasks, CONTINUE):
+            places = [at + 1 for at in scored]
+            own = [ids[start], *completion]
+            items.append(Item(task=task, start=start, ids=own, scored=places))
+
+    asked = questions_of(taken, name)
+    asked = rng.sample(asked, min(count + _EXTRA_QUESTIONS, len(asked)))
+    for question in (*planted, *asked):
+        add(question.task, *_complete(tokenizer, question.completion))
+    for passage in _passages(sentences, count, rng):
+        add(COPY, passage, range(_GIVEN, len(passage)))
+    for at in range(0, _CONTINUED, _PIECE):
+        add(CONTINUE, following[at : at + _PIECE], range(_PIECE), at)
+    ids = ids[: length + _CONTINUED - _PIECE]
     # The digest keeps records of other contents with the same text, length and seed apart.
     digest = zlib.crc32(repr((ids, items)).encode())
     name = f"{name}-{length}-{seed}-{digest:08x}"
     return Document(name=name, context=length, ids=ids[:-1], items=items)
 
 
+def questions_of(text: str, name: str) -> list[Question]:
+    """Questions whose evidence lies in a text or a part of it, in the order of the evidence.
+
+    Those in ``texts/questions.json`` were chosen from 311 candidates with a dense model,
+    qwen2.5-coder-0.5b: it answers them correctly, in at most 6 tokens, after 4,096 tokens of the
+    text, and wrongly without the text. So the dense score of that model is high by construction,
+    and the questions measure how much of it a sparse method keeps. They are worded differently from
+    the text.
+
+    Args:
+        text: the text, or a part of it.
+        name: name of the text; only those in ``hisparse.eval.texts.TEXTS`` have questions.
+    """
+    file = resources.files("hisparse.eval.texts") / "questions.json"
+    return [
+        Question(task=QA, sentences=(x["evidence"],), completion=(x["prompt"], x["answer"]))
+        for x in json.loads(file.read_text(encoding="utf-8")).get(name, [])
+        if x["evidence"] in text
+    ]
+
+
+def count_questions(length: int) -> int:
+    """Questions of each task in a document of ``length`` tokens; most of it stays real text."""
+    return max(1, min(_MAX_QUESTIONS, length // _TOKENS_PER_QUESTION))
+
+
+def _needles(rng: random.Random, count: int) -> list[Question]:
+    found = []
+    for start, kind in rng.sample(_NEEDLES, count):
+        value = {
+            "word": rng.choice(_WORDS.split()),
+            "two words": " ".join(rng.sample(_WORDS.split(), 2)),
+            "name": rng.choice(_NAMES.split()),
+            "number": _number(rng),
+        }[kind]
+        found.append(_planted(NEEDLE, start, value))
+    return found
+
+
+def _keys(rng: random.Random, count: int) -> list[Question]:
+    """Sentences of one form, so that each distracts from the others."""
+    return [
+        _planted(MULTIKEY, f"One of the special magic numbers for {key} is:", _number(rng))
+        for key in rng.sample(_KEYS.split(), count)
+    ]
+
+
+def _planted(task: str, start: str, value: str) -> Question:
+    completion = (_SEPARATOR + start, f" {value}")
+    return Question(task=task, sentences=(f"{start} {value}.",), completion=completion)
+
+
+def _variables(rng: random.Random, count: int) -> list[Question]:
+    """Variable tracking: ``second`` is set to ``first``, which is set to a value.
+
+    Both ``first`` and the value are scored.
+    """
+    found = []
+    names = rng.sample(_WORDS.split(), 2 * count)
+    for first, second in zip(names[::2], names[1::2], strict=True):
+        value = _number(rng)
+        said = (f"Let {first} = {value}.", f"Let {second} = {first}.")
+        completion = (_SEPARATOR + f"Let {second} =", f" {first}", f". Let {first} = ", value)
+        found.append(Question(task=VARIABLE, sentences=said, completion=completion))
+    return found
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randrange(10**4, 10**5))
+
+
 def _take_stretch(
     tokenizer: Any, text: str, name: str, length: int, space: int, rng: random.Random | None
-) -> _Stretch:
-    """``space`` tokens of the text and those that follow; from its beginning if ``rng`` is None."""
+) -> tuple[list[list[int]], str, list[int]]:
+    """``space`` tokens of the text and those that follow; from its beginning if ``rng`` is None.
+
+    Returns:
+        Token ids of the sentences that go into the context; the same as text, without the first
+        sentence, which may be cut; token ids after them.
+    """
     written = _sentences(text)
     sentences = [_encode(tokenizer, sentence) for sentence in written]
     start = _draw_start(sentences, space + _CONTINUED, rng) if rng else 0
@@ -194,18 +274,7 @@ def _take_stretch(
             f"into the context; expected {_MIN_SENTENCES} sentences there, and {_CONTINUED} tokens "
             "after them"
         )
-    return _Stretch(taken, "".join(written[end - len(taken) + 1 : end]), following)
-
-
-def _lead(completion: _Completion, ids: list[int], length: int) -> Item:
-    """Put the token before the completion first, so that its own first token is predicted."""
-    start = length - 1 + completion.after
-    return Item(
-        task=completion.task,
-        start=start,
-        ids=[ids[start], *completion.ids],
-        scored=[at + 1 for at in completion.scored],
-    )
+    return taken, "".join(written[end - len(taken) + 1 : end]), following
 
 
 def _sentences(text: str) -> list[str]:
@@ -249,7 +318,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _spread(
     tokenizer: Any,
     sentences: list[list[int]],
-    planted: Sequence[SyntheticQuestion],
+    planted: Sequence[Question],
     rng: random.Random,
 ) -> list[int]:
     """Plant sentences between those of the text; a question's sentences keep their order."""
@@ -262,8 +331,8 @@ def _spread(
     return [i for _, ids in sorted(placed, key=lambda x: x[0]) for i in ids]
 
 
-def _complete(tokenizer: Any, task: str, completion: Sequence[str]) -> _Completion:
-    """Tokenize parts that are given and scored in turn, as one text."""
+def _complete(tokenizer: Any, completion: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Tokenize parts that are given and scored in turn, as one text; the second: those scored."""
     whole = _encode(tokenizer, "".join(completion))
     bounds = [0]
     for end in range(1, len(completion)):
@@ -272,12 +341,11 @@ def _complete(tokenizer: Any, task: str, completion: Sequence[str]) -> _Completi
         bounds.append(next((i for i, (a, b) in enumerate(both) if a != b), len(ids)))
     bounds.append(len(whole))
     scored = zip(bounds[1::2], bounds[2::2], strict=True)
-    return _Completion(task, whole, [at for a, b in scored for at in range(a, b)])
+    return whole, [at for a, b in scored for at in range(a, b)]
 
 
-def _passages(sentences: list[list[int]], count: int, rng: random.Random) -> list[_Completion]:
+def _passages(sentences: list[list[int]], count: int, rng: random.Random) -> list[list[int]]:
     """Beginnings of long sentences of the document, to be continued as they stand there."""
     length = _GIVEN + _COPIED
     long = [p for p in sentences[1:-2] if len(p) > length + 2]
-    chosen = rng.sample(long, min(count, len(long)))
-    return [_Completion(COPY, p[:length], range(_GIVEN, length)) for p in chosen]
+    return [p[:length] for p in rng.sample(long, min(count, len(long)))]

@@ -1,9 +1,11 @@
-"""Runs methods on documents and writes a record for each."""
+"""Runs methods on documents, scores every token by teacher forcing, and writes records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ from hisparse.eval.documents import CONTINUE, TASKS, Document, Item, make_docume
 from hisparse.eval.method import DENSE, Method
 from hisparse.eval.results import RecordKey, Records
 from hisparse.eval.selection_stats import SelectionStats
-from hisparse.eval.teacher_forcing import ItemScores, score_items
 from hisparse.eval.texts import TEXTS, read_text
 from hisparse.memory.host import free_host_memory
+from hisparse.model_config import read_model_shape
 
 #: Fraction of free memory for the device pages of all rows.
 _FREE_FRACTION = 0.25
@@ -30,8 +32,6 @@ _FREE_FRACTION = 0.25
 
 def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
     """The configuration with the fewest device pages that give the same selections."""
-    from hisparse.transformers.model_shape import read_model_shape
-
     smallest = config.budget
     if build_algorithm(config).variable_lengths:
         smallest = config.min_row_tokens
@@ -43,8 +43,6 @@ def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
 
 def rows_that_fit(model: Any, config: HiSparseConfig) -> int:
     """How many rows' device pages fit into memory, at least 1."""
-    from hisparse.transformers.model_shape import read_model_shape
-
     spec, _ = read_model_shape(model, config.page_size)
     heads = spec.selection_heads(choose_scope(config, format_of(spec)))
     # With a selection per query head, each query head has its own copy of its KV head's pages.
@@ -98,13 +96,6 @@ class Evaluation:
         """Run what has no record yet; return the records of all documents and methods."""
         from hisparse.transformers import disable, enable
 
-        enable(self.model, Method.dense().config, max_length=1024)
-        try:
-            return self._run()
-        finally:
-            disable(self.model)
-
-    def _run(self) -> list[dict[str, Any]]:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -115,19 +106,19 @@ class Evaluation:
         found = records.read()
         wanted = [Method.dense(), *self.methods]
         documents = list(self._documents())
-        total, done = len(documents) * len(wanted), 0
-        wanted_records = []
-        for document in documents:
-            for method in wanted:
-                self.progress(f"{document.name}: {method.name}", done, total)
-                key = RecordKey.of(document.name, method)
+        pairs = [(document, method) for document in documents for method in wanted]
+        keys = [RecordKey.of(document.name, method) for document, method in pairs]
+        enable(self.model, Method.dense().config, max_length=1024)
+        try:
+            for done, (key, (document, method)) in enumerate(zip(keys, pairs, strict=True)):
+                self.progress(f"{document.name}: {method.name}", done, len(pairs))
                 if key not in found:
                     found[key] = key._asdict() | self._record(document, method)
                     records.append(found[key])
-                wanted_records.append(found[key])
-                done += 1
-        self.progress("done", total, total)
-        return wanted_records
+        finally:
+            disable(self.model)
+        self.progress("done", len(pairs), len(pairs))
+        return [found[key] for key in keys]
 
     def _documents(self) -> Iterator[Document]:
         longest = getattr(self.model.config, "max_position_embeddings", None)
@@ -143,7 +134,7 @@ class Evaluation:
     def _record(self, document: Document, method: Method) -> dict[str, Any]:
         stats = SelectionStats(method.config.budget // method.config.page_size)
         scores, bytes_per_token = self._score(document, method, stats)
-        continued = torch.cat([s.distributions for s in scores if s.distributions is not None])
+        continued = torch.stack([x for s in scores for x in s.distributions])
         dense = self._dense(document, method, continued)
         return {
             "context": document.context,
@@ -151,11 +142,7 @@ class Evaluation:
             "bytes_per_token": bytes_per_token,
             "kl": (dense.exp() * (dense - continued)).sum(-1).tolist(),
             "items": [
-                {
-                    "task": s.item.task,
-                    "right": bool(s.correct.all()),
-                    "log_probs": s.log_probs.tolist(),
-                }
+                {"task": s.item.task, "right": all(s.correct), "log_probs": s.log_probs}
                 for s in scores
             ],
             **stats.summary(),
@@ -202,7 +189,7 @@ class Evaluation:
             for start in range(0, len(items), rows):
                 stats.start_batch()
                 group = items[start : start + rows]
-                scores += score_items(self.model, cache, document.ids, group, keep=_is_continuation)
+                scores += score_items(self.model, cache, document.ids, group)
         policy = cache.coordinator.policy
         kinds = kept_tensors(config, cache.coordinator.algorithm, policy)
         page_bytes = entry_bytes(kinds, "page") * len(policy.kv.full_layers)
@@ -239,5 +226,94 @@ class Evaluation:
         return cache
 
 
-def _is_continuation(item: Item) -> bool:
-    return item.task == CONTINUE
+@dataclass(frozen=True, kw_only=True)
+class ItemScores:
+    """The model's predictions of the scored tokens of one item, an entry for each.
+
+    Attributes:
+        item: the item.
+        correct: whether the token is the most likely one.
+        log_probs: log-probability of the token.
+        distributions: log-probabilities ``[V] float32`` over the vocabulary; empty if they were not
+            kept.
+    """
+
+    item: Item
+    correct: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    distributions: list[Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def score_items(
+    model: Any, cache: Any, document: Sequence[int], items: Sequence[Item], *, keep: str = CONTINUE
+) -> list[ItemScores]:
+    """Feed all items token by token, side by side, each after the document up to its start.
+
+    Every token of an item is given, whatever the model predicts (teacher forcing).
+
+    Args:
+        model: a transformers model with hisparse enabled.
+        cache: ``HiSparseCache`` with one row that holds the document up to the first start or less,
+            and with free space for the items. On return it holds the document up to the last start.
+        document: token ids of the document.
+        items: sorted by start, ascending.
+        keep: the task whose distributions are kept.
+
+    Returns:
+        One entry per item, in the same order.
+    """
+    rows = _fork_rows(model, cache, document, items)
+    found = [ItemScores(item=item) for item in items]
+    active = found
+    try:
+        for step in range(max(len(item.ids) for item in items) - 1):
+            # The last token of an item is predicted and never fed; a finished row leaves the batch.
+            left = [row for row, x in enumerate(active) if step < len(x.item.ids) - 1]
+            if len(left) < len(active):
+                rows.batch_select_indices(torch.tensor(left))
+                active = [active[row] for row in left]
+            tokens = torch.tensor([[x.item.ids[step]] for x in active], device=model.device)
+            scored = [row for row, x in enumerate(active) if step + 1 in x.item.scored]
+            with _logits_of(model, scored):
+                logits = model(
+                    tokens,
+                    position_ids=torch.tensor(rows.row_lengths, device=model.device)[:, None],
+                    past_key_values=rows,
+                ).logits[:, -1]
+            for row, log_probs in zip(scored, logits.float().log_softmax(-1), strict=True):
+                scores = active[row]
+                value = log_probs[scores.item.ids[step + 1]]
+                scores.correct.append(bool(value >= log_probs.max()))
+                scores.log_probs.append(float(value))
+                if scores.item.task == keep:
+                    scores.distributions.append(log_probs)
+    finally:
+        rows.reset()
+    return found
+
+
+@contextmanager
+def _logits_of(model: Any, rows: list[int]) -> Iterator[None]:
+    """Compute the logits of these rows alone: in a small model they are a quarter of the work."""
+
+    def choose(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0][rows],)
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(choose)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _fork_rows(model: Any, cache: Any, document: Sequence[int], items: Sequence[Item]) -> Any:
+    """A cache with one row per item, each holding the document up to the item's start."""
+    forks = []
+    for start, group in groupby(items, key=lambda item: item.start):
+        missing = document[cache.get_seq_length() : start]
+        if missing:
+            ids = torch.tensor([missing], device=model.device)
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        forks.append(cache.fork(sum(1 for _ in group)))
+    return type(cache).join(forks)

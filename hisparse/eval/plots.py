@@ -1,19 +1,12 @@
-"""All plots: of the HTML report, the README, recorded traces and load tests. Needs matplotlib.
-
-``python -m hisparse.eval.plots KIND RESULT.json [RESULT.json ...] OUT.svg`` draws what was printed
-by ``hisparse eval --json`` ("quality"), ``bench decode --json`` ("speed") or ``trace replay
---json`` ("trace"). ``make docs`` runs it on committed results.
-"""
+"""Plots of the HTML report, recorded traces and load tests. Needs matplotlib."""
 
 from __future__ import annotations
 
 import io
 import re
-import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib import rc_context
@@ -22,11 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from hisparse.errors import ConfigError, HiSparseError, one_line
 from hisparse.eval.method import DENSE
-from hisparse.eval.results import pool_scores
-from hisparse.eval.tables import number
-from hisparse.options import read_object
+from hisparse.eval.results import number, pool_scores
 
 #: A line of a result's ``summary`` or ``cells``; keyword arguments of ``Axes.plot``.
 Line = dict[str, Any]
@@ -120,7 +110,7 @@ def report_plots(
     for context, budget in sorted({(x["context"], x["budget"]) for x in summary}):
         title = f"KL to dense, nats; budget {budget:,}, context {context:,}"
         own = [x for x in summary if (x["context"], x["budget"]) == (context, budget)]
-        panel = Panel(title=title, lines=_figures(own, "kl", "budget"), log="x", unit="")
+        panel = Panel(title=title, lines=figures(own, "kl", "budget"), log="x", unit="")
         divergence.append(panel)
     kl_note = "KL from the dense next-token distribution, with 95% intervals. Lower is better."
     budget_note = (
@@ -132,79 +122,7 @@ def report_plots(
         ("Divergence by method", kl_note, divergence),
         ("Quality against budget", budget_note, by_budget),
     )
-    return [(title, note, _draw(panels, styles)) for title, note, panels in plots if panels]
-
-
-def quality_figure(result: dict[str, Any]) -> Figure:
-    """The README's plot of quality against the tokens attended per step.
-
-    Args:
-        result: object that ``hisparse eval --json`` printed.
-
-    Raises:
-        ConfigError: the result has several contexts.
-    """
-    if len(result["context"]) != 1:
-        raise ConfigError(f"got contexts {result['context']}, expected a result with one context")
-    methods = ("oracle", "sketch", "quest", "streaming", "dipr")
-    finest = "alpha=0.003,device_buffer_size=512,index=flat,page_size=1,selection_scope=query_head"
-    styles = make_styles([*methods, f"dipr({finest})"])
-    styles[f"dipr({finest})"]["label"] = "dipr, per query head, pages of 1 token"
-    pooled = pool_scores(result["cells"])
-    scores, asked = _figures(pooled, "score", "kept_mean"), pooled[0]["n"]
-    x: dict[str, Any] = {"label": "tokens attended per step, mean", "ticks": (128, 256, 512)}
-    left = f"Questions answered correctly, percent of {asked}"
-    right = "KL divergence from dense attention, nats per token"
-    panels = (
-        Panel(title=left, lines=scores, level=scores[DENSE][0].y, log="x", **x),
-        Panel(title=right, lines=_figures(result["summary"], "kl", "kept_mean"), log="xy", **x),
-    )
-    source = f"{result['model']}, {result['machine']}, commit {result['commit'][:7]}."
-    return _draw(
-        panels,
-        styles,
-        title=f"Quality against tokens attended per step, of {result['context'][0]:,} tokens",
-        note=f"{source} Bars are 95% intervals. Dashed: dense attention.",
-    )
-
-
-def speed_figure(reports: Sequence[dict[str, Any]]) -> Figure:
-    """The README's plot of decode speed: medians of each implementation, with p10 to p90.
-
-    Args:
-        reports: objects that ``hisparse bench decode --json`` printed.
-
-    Raises:
-        ConfigError: the reports have different machines or commits, or a gate failed.
-    """
-    sources = sorted({f"{report['machine']}, commit {report['commit'][:7]}" for report in reports})
-    if len(sources) != 1:
-        raise ConfigError(f"got reports of {'; '.join(sources)}; expected one machine and commit")
-    panels, params = [], {}
-    for report, case in [(x, case) for x in reports for case in x["cases"]]:
-        if case["gate"] != "passed":
-            raise ConfigError(f"the gate of {case['name']!r} failed; expected reports that passed")
-        params, lines = case["params"], {}
-        names = {"torch_native": "SGLang torch_native, dense", "sdpa": "PyTorch SDPA, dense"}
-        for timing in case["results"]:
-            name = names.get(timing["impl"], f"hisparse, {params['algorithm']}")
-            ms = (timing[f"{x}_us"] / 1000 for x in ("median", "p10", "p90"))
-            lines[name] = [Point(0, *ms)]
-        missing = params["miss_ratio"]
-        where = f"{missing:.0%} of the selected pages from host" if missing else "all resident"
-        title = f"{params['context']:,} tokens of context, {params['dtype']}; {where}"
-        if sets := report.get("instruction_sets"):  # Older reports do not say.
-            title += f"; {sets['kernels']} kernels"
-        ticks = (1, 3, 10, 30, 100, 300)
-        panels.append(Panel(title=title, lines=lines, log="x", ticks=ticks, unit=" ms"))
-    shapes = (
-        f"{params['batch']} request, {params['q_heads']} query and {params['kv_heads']} KV heads x "
-        f"{params['head_dim']}, {params['threads']} threads; hisparse attends "
-        f"{params['budget']:,} tokens, selection and transfers included. Medians, p10 to p90."
-    )
-    styles = make_styles(name for panel in panels for name in panel.lines)
-    title, note = "Attention of one layer in one decode step, ms", f"{sources[0]}. {shapes}"
-    return _draw(panels, styles, title=title, note=note)
+    return [(title, note, draw(panels, styles)) for title, note, panels in plots if panels]
 
 
 def trace_figure(traces: Sequence[Line]) -> Figure:
@@ -215,10 +133,9 @@ def trace_figure(traces: Sequence[Line]) -> Figure:
     """
     styles = make_styles(map(str, range(len(traces))))
     for style, about in zip(styles.values(), traces, strict=True):
-        source = "MADE UP, by no model" if about["source"] == "made up" else about["note"]
         budget = about["settings"].get("budget", "?")
-        label = f"{about['algorithm']}, budget {budget}, context {about['context'][0]:,}: {source}"
-        style["label"] = label[:120]
+        label = f"{about['algorithm']}, budget {budget}, context {about['context'][0]:,}: "
+        style["label"] = (label + about["note"])[:120]
     panels = []
     for title, name, scale in (
         ("Selected pages in a buffer of this size, percent", "hit_ratio", 100),
@@ -231,7 +148,7 @@ def trace_figure(traces: Sequence[Line]) -> Figure:
         sizes = [point.x for points in lines.values() for point in points]
         ticks = [2**i for i in range(32) if min(sizes) <= 2**i <= max(sizes)]
         panels.append(Panel(title=title, label="tokens", lines=lines, log="x", ticks=ticks))
-    return _draw(panels, styles, title="What LRU buffers would have held")
+    return draw(panels, styles, title="What LRU buffers would have held")
 
 
 def load_figure(
@@ -243,7 +160,7 @@ def load_figure(
         Panel(title="Median time per token, ms", lines=token_ms, label="tokens of context"),
     ]
     note = "" if throughput else "No figures: nothing was completed, or the check failed."
-    return _draw(panels, make_styles([*throughput, *token_ms]), title=title, note=note)
+    return draw(panels, make_styles([*throughput, *token_ms]), title=title, note=note)
 
 
 def to_svg(figure: Figure, name: str = "") -> str:
@@ -265,40 +182,7 @@ def to_svg(figure: Figure, name: str = "") -> str:
     return re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the results of all files but the last into the last; return the exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
-    if len(words) < 3 or words[0] not in _KINDS:
-        print(f"usage: {'|'.join(_KINDS)} RESULT.json [RESULT.json ...] OUT.svg", file=sys.stderr)
-        return 2
-    kind, *names, out = words
-    try:
-        svg = to_svg(_KINDS[kind](names))
-    except HiSparseError as error:
-        print(f"hisparse: error: {error}", file=sys.stderr)
-        return 1
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        print(
-            f"hisparse: error: {', '.join(names)}: nothing to draw: {one_line(error)}",
-            file=sys.stderr,
-        )
-        return 1
-    Path(out).write_text(svg, encoding="utf-8")
-    return 0
-
-
-def _read(file: str) -> dict[str, Any]:
-    return read_object(file, "RESULT", '{"command": "eval", ...}')
-
-
-_KINDS: dict[str, Callable[[Sequence[str]], Figure]] = {
-    "quality": lambda files: quality_figure(_read(files[0])),
-    "speed": lambda files: speed_figure(list(map(_read, files))),
-    "trace": lambda files: trace_figure([x for file in files for x in _read(file)["traces"]]),
-}
-
-
-def _figures(lines: Sequence[Line], name: str, x: str) -> dict[str, list[Point]]:
+def figures(lines: Sequence[Line], name: str, x: str) -> dict[str, list[Point]]:
     """A field of summary lines, with its interval if it has one."""
     found: dict[str, list[Point]] = {}
     for line in lines:
@@ -316,7 +200,7 @@ def _against_budget(lines: Sequence[Line]) -> list[Panel]:
         own = [x for x in lines if x["context"] == context and x["method"] != DENSE]
         budgets = sorted({line["budget"] for line in own})
         for name, label, level, log in _MEASURES if len(budgets) > 1 else ():
-            if points := _figures(own, name, "budget"):
+            if points := figures(own, name, "budget"):
                 title, x = f"{label}, context {context:,}", "budget, tokens"
                 panels.append(
                     Panel(title=title, lines=points, label=x, level=level, log=log, ticks=budgets)
@@ -324,7 +208,7 @@ def _against_budget(lines: Sequence[Line]) -> list[Panel]:
     return panels
 
 
-def _draw(
+def draw(
     panels: Sequence[Panel], styles: Mapping[str, Style], *, title: str = "", note: str = ""
 ) -> Figure:
     """Draw panels, and below them a legend, each line once, in the order of ``styles``."""
@@ -381,7 +265,3 @@ def _draw_panel(ax: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
         ax.axhline(panel.level, color="gray", linestyle="--", linewidth=1)
     ax.set_title(panel.title)
     ax.set_xlabel(panel.label)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -321,3 +321,10 @@ def _kept_by_head(records: Sequence[Record]) -> list[list[float] | None] | None:
 def _hit_ratio(records: Sequence[Record]) -> dict[str, float] | None:
     found = [r["hit_ratio"] for r in records if "hit_ratio" in r]
     return {n: float(np.mean([x[n] for x in found])) for n in found[0]} if found else None
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, or all digits of a whole number above 1000; "-" for None."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

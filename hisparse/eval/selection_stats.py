@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,25 +11,6 @@ from torch import Tensor
 from hisparse.algorithms import DecodeStep
 from hisparse.kernels import key_score
 from hisparse.types import Selection
-
-
-class _Rows(NamedTuple):
-    """One layer's state by request slot, all int64.
-
-    Attributes:
-        stacks: ``[B, H, D]``, pages, last used first, -1 padded.
-        widths: ``[B, H]``, pages of the last selection.
-        lengths: ``[B]``, tokens at the last selection, -1 before the first.
-    """
-
-    stacks: Tensor
-    widths: Tensor
-    lengths: Tensor
-
-    @classmethod
-    def new(cls, slots: int, heads: int, depth: int) -> _Rows:
-        stacks, lengths = torch.full((slots, heads, depth), -1), torch.full((slots,), -1)
-        return cls(stacks, torch.zeros(slots, heads, dtype=torch.long), lengths)
 
 
 class LruStacks:
@@ -44,7 +25,9 @@ class LruStacks:
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        self._layers: dict[int, _Rows] = {}
+        #: By request slot, int64: stacks ``[B, H, D]``, pages of the last selection ``[B, H]`` and
+        #: tokens at it ``[B]``, -1 before the first.
+        self._layers: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def visit(
         self, layer_id: int, slots: Tensor, seq_lens: Tensor, pages: Tensor
@@ -53,7 +36,7 @@ class LruStacks:
 
         Args:
             layer_id: the layer.
-            slots: ``[B] int64``, request slots.
+            slots: ``[B] int64``, request slots; none is larger than those of the first visit.
             seq_lens: ``[B] int64``, tokens. A slot whose length is not one more than at its last
                 selection belongs to another request, and its stack starts empty.
             pages: ``[B, H, K]``, selected pages, -1 padded at the end.
@@ -62,23 +45,18 @@ class LruStacks:
             ``[B, H, K]``, the depth of each page, ``depth`` or more if it is not in the stack;
             ``[B, H]``, pages of the selection before; ``[B]``, whether there was one.
         """
-        stacks, widths, lengths = self._rows(layer_id, int(slots.max()) + 1, pages)
+        if layer_id not in self._layers:
+            count, heads = int(slots.max()) + 1, pages.shape[1]
+            stacks = torch.full((count, heads, max(self._depth, pages.shape[2])), -1)
+            widths = torch.zeros(count, heads, dtype=torch.long)
+            self._layers[layer_id] = (stacks, widths, torch.full((count,), -1))
+        stacks, widths, lengths = self._layers[layer_id]
         known = lengths[slots] == seq_lens - 1
         stacks[slots[~known]] = -1
         before = widths[slots] * known[:, None]
         depths, stacks[slots] = push(stacks[slots], pages.long())
         widths[slots], lengths[slots] = (pages >= 0).sum(-1), seq_lens
         return depths, before, known
-
-    def _rows(self, layer_id: int, count: int, pages: Tensor) -> _Rows:
-        """The layer's state, for at least ``count`` slots."""
-        heads, depth = pages.shape[1], max(self._depth, pages.shape[2])
-        rows = self._layers.get(layer_id) or _Rows.new(0, heads, depth)
-        if len(rows.lengths) < count:
-            more = _Rows.new(count - len(rows.lengths), heads, depth)
-            rows = _Rows(*(torch.cat(pair) for pair in zip(rows, more, strict=True)))
-            self._layers[layer_id] = rows
-        return rows
 
 
 def push(stack: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,15 +5,14 @@
 to choose from: they are PyTorch's operations.
 """
 
+from hisparse.kernels.arguments import verify_indices as verify_indices
 from hisparse.kernels.attention.op import *
 from hisparse.kernels.attention.reference import cap_logits as cap_logits
 from hisparse.kernels.index.op import *
 from hisparse.kernels.index.reference import chunk_index_score as chunk_index_score
-from hisparse.kernels.indices import *
 from hisparse.kernels.keys.op import *
 from hisparse.kernels.lru.op import *
 from hisparse.kernels.quantize.op import *
-from hisparse.kernels.replay.op import *
 from hisparse.kernels.rows.op import *
 from hisparse.kernels.select.op import *
 from hisparse.kernels.sketch.op import *

@@ -21,6 +21,7 @@ __all__ = [
     "check_all",
     "check_contiguous",
     "check_divides",
+    "verify_indices",
 ]
 
 #: What keys, values and queries may be.
@@ -109,7 +110,6 @@ class Arg:
             operation says; empty: anywhere.
         optional: whether it may be None.
         written: whether the operation writes to it.
-        host: whether it may be page-locked host memory where others are on a GPU.
         layout: what a native kernel needs: dense "rows", "all" dense, or "any". A copy takes the
             place of what is not so, unless the operation writes to it.
     """
@@ -123,7 +123,6 @@ class Arg:
         on: tuple[str, ...] | None = None,
         optional: bool = False,
         written: bool = False,
-        host: bool = False,
         layout: Literal["rows", "all", "any"] = "rows",
     ) -> None:
         self.name = name
@@ -132,7 +131,6 @@ class Arg:
         self.on = on
         self.optional = optional
         self.written = written
-        self.host = host
         self.layout = "any" if written else layout
 
     def check(
@@ -199,6 +197,27 @@ def check_all(
         elif not argument.optional:
             raise KernelError(f"{argument.name}: got None, expected a tensor")
     return known
+
+
+def verify_indices(name: str, index: Tensor, low: int, size: int) -> None:
+    """Raise ``KernelError`` unless ``low <= index < size``.
+
+    On a GPU no kernel follows an index out of a tensor. A kernel leaves such an entry, or a whole
+    row, as it is, and reports nothing, because a report would wait for the device. The ``verify_``
+    functions wait. They run when the configuration says ``checked: true``.
+
+    Args:
+        name: of the tensor, for the message.
+        index: integers of any shape.
+        low: -1 where -1 stands for "none", else 0.
+        size: of the dimension that ``index`` points into.
+    """
+    if index.numel() == 0:
+        return
+    least, most = int(index.min()), int(index.max())
+    if least < low or most >= size:
+        got = least if least < low else most
+        raise KernelError(f"{name}: got {got}, expected {low} to {size - 1}")
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:

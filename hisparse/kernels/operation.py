@@ -4,7 +4,8 @@ A folder of this package holds a family of operations. ``op.py`` declares them a
 functions; the implementations lie beside it, each a function of the operation's name:
 ``reference.py`` in plain PyTorch, ``cpu.py`` by C++, ``cuda.py`` by CUDA C++ and ``triton.py``.
 Only the reference has to be there. An implementation takes the declared tensors in their order
-(groups of them as named tuples), and then the numbers.
+(groups of them as named tuples), and then the numbers. Where a native kernel takes the same, the
+declaration says so, and no function is written for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +26,17 @@ from hisparse.kernels.build import cuda as build_cuda
 from hisparse.kernels.build.cpu import call_cpu, cpu_library
 from hisparse.kernels.build.cuda import call_cuda
 
-__all__ = ["IMPLEMENTATIONS", "OPERATIONS", "Operation", "Place", "why_no_triton"]
+__all__ = ["IMPLEMENTATIONS", "OPERATIONS", "Operation", "Place", "ungrouped", "why_no_triton"]
 
 logger = logging.getLogger(__name__)
 
 _MAX_PASSED = 4096
 
 Implementation = Callable[..., Any]
-_SizeOf = Callable[[Sequence[Any], Mapping[str, int]], int]
-_Maker = Callable[[Sequence[Any], Mapping[str, int]], Tensor]
-_Allocator = Callable[[Sequence[Tensor | None], Mapping[str, int]], "tuple[Tensor, ...]"]
+#: Takes the call of a native kernel, and the arguments of an implementation; returns the results.
+_Adapter = Callable[..., Any]
+_SizeOf = Callable[[Sequence[Any], Sequence[int]], int]
+_Maker = Callable[[Sequence[Any], Sequence[int]], Tensor]
 
 
 class Place(NamedTuple):
@@ -68,6 +69,11 @@ class Operation:
         name: of its functions, and of its native kernels.
         arguments: the tensors that it takes, then those that a native kernel returns.
         values: names of what the check gets in addition to tensors.
+        cpu: stands in for a function in ``cpu.py``: takes :meth:`on_cpu` and the arguments of an
+            implementation, and calls the one with the others. True if they are the same,
+            :func:`ungrouped` if they are but for groups of tensors.
+        cuda: the same for CUDA C++.
+        sizes: names of sizes of results that no tensor has.
         on: the tensor on whose device the others are; the first one if None.
         also: a further check, of the tensors by name and of the sizes and values by name. It may
             look at nothing of a tensor but dtype, shape and device.
@@ -79,6 +85,9 @@ class Operation:
         name: str,
         *arguments: Arg | Result,
         values: tuple[str, ...] = (),
+        cpu: _Adapter | bool = False,
+        cuda: _Adapter | bool = False,
+        sizes: tuple[str, ...] = (),
         on: str | None = None,
         also: Callable[[Mapping[str, Any], Mapping[str, Any]], None] | None = None,
     ) -> None:
@@ -87,12 +96,15 @@ class Operation:
         layouts = ((i, x.layout) for i, x in enumerate(self.arguments))
         self._layouts = [(i, layout) for i, layout in layouts if layout != "any"]
         results = [x for x in arguments if isinstance(x, Result)]
-        self._new_results = _allocator(self.arguments, results)
+        self._make_results = _makers(self.arguments, results, sizes)
+        self._num_sizes = len(sizes)
         self._values = values
+        self._adapters = {"cpu": cpu, "cuda": cuda}
         self._on = on or self.arguments[0].name
         self._also = also
         self._folder = declared_in.rpartition(".")[0]
-        self._modules: dict[str, ModuleType | None] = {}
+        #: By implementation, those that were looked for; None: there is none.
+        self.functions: dict[str, Implementation | None] = {}
         #: Calls that passed the check, by what it looked at.
         self._passed: dict[Hashable, Place] = {}
         OPERATIONS[name] = self
@@ -123,9 +135,8 @@ class Operation:
             place = self._passed[key] = Place.of(tensors)
         if impl == "auto" and place.kind == "cpu":
             # Every operation of a step on a CPU comes here.
-            module = self._modules.get("reference" if cpu_library() is None else "cpu")
-            if module is not None:
-                function: Implementation = getattr(module, self.name)
+            function = self.functions.get("reference" if cpu_library() is None else "cpu")
+            if function is not None:
                 return function
         return self.implementation(impl, place)
 
@@ -154,61 +165,61 @@ class Operation:
 
         "cuda" is followed by Triton, everything by the reference.
         """
-        function: Implementation = getattr(self.module(impl), self.name)
-        return function
-
-    def module(self, impl: str) -> ModuleType:
-        """The module of :meth:`function`."""
-        found = None if impl == "triton" else self.own_module(impl)
+        found = None if impl == "triton" else self.own(impl)
         if found is None and impl in ("cuda", "triton") and why_no_triton() is None:
-            found = self.own_module("triton")
-        found = found or self.own_module("reference")
+            found = self.own("triton")
+        found = found or self.own("reference")
         assert found is not None, f"{self.name} has no reference"
         return found
 
-    def own_module(self, impl: str) -> ModuleType | None:
-        """The module with a function of the operation as ``impl``; None: there is none."""
-        if impl not in self._modules:
+    def own(self, impl: str) -> Implementation | None:
+        """The function of the operation as ``impl``; None: there is none."""
+        if impl not in self.functions:
             name = f"{self._folder}.{impl}"
             module = importlib.import_module(name) if importlib.util.find_spec(name) else None
-            self._modules[impl] = module if hasattr(module, self.name) else None
-        return self._modules[impl]
+            found = getattr(module, self.name, None)
+            self.functions[impl] = found or self._declared(impl)
+        return self.functions[impl]
 
-    def on_cpu(
-        self, *tensors: Tensor | None, more: Sequence[object] = (), **sizes: int
-    ) -> tuple[Tensor, ...]:
-        """Call the C++ kernel of this name: with the tensors, new results, then ``more``.
+    def _declared(self, impl: str) -> Implementation | None:
+        """The call of a native kernel that the declaration describes."""
+        adapt = self._adapters.get(impl, False)
+        call = self.on_cpu if impl == "cpu" else self.on_cuda
+        if isinstance(adapt, bool):
+            return call if adapt else None
+        return functools.partial(adapt, call)
+
+    def on_cpu(self, *arguments: Any) -> Any:
+        """Call the C++ kernel of this name, with new results after the tensors.
 
         Args:
-            tensors: as declared; the last ones may be left out.
-            more: what else the kernel takes, such as numbers.
-            sizes: those of the results that no tensor has.
+            arguments: the tensors as declared, the kernel's numbers, and the ``sizes``.
 
         Returns:
-            the results.
+            the result; several, or none, as a tuple.
 
         Raises:
             KernelError: the kernel refuses a tensor; one line that names it.
         """
-        given = self.native(tensors)
-        results = self._new_results(given, sizes)
-        call_cpu(self.name, *given, *results, *more)
-        return results
+        return self._run(call_cpu, arguments)
 
-    def on_cuda(
-        self, *tensors: Tensor | None, more: Sequence[object] = (), **sizes: int
-    ) -> tuple[Tensor, ...]:
+    def on_cuda(self, *arguments: Any) -> Any:
         """The same for the CUDA kernel of this name, on the current stream."""
-        given = self.native(tensors)
-        results = self._new_results(given, sizes)
-        call_cuda(self.name, *given, *results, *more)
-        return results
+        return self._run(call_cuda, arguments)
+
+    def _run(self, call: Callable[..., object], arguments: Sequence[Any]) -> Any:
+        count, end = len(self.arguments), len(arguments) - self._num_sizes
+        tensors: list[Any] = self.native(arguments[:count])
+        for make in self._make_results:
+            tensors.append(make(tensors, arguments[end:]))
+        call(self.name, *tensors, *arguments[count:end])
+        return tensors[count] if len(self._make_results) == 1 else tuple(tensors[count:])
 
     def native(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The tensors with the layout that a native kernel needs."""
         given = list(tensors)
         for index, layout in self._layouts:
-            tensor = given[index] if index < len(given) else None
+            tensor = given[index]
             # Most are contiguous, and to ask for that is the cheapest.
             if tensor is None or tensor.is_contiguous():
                 continue
@@ -217,25 +228,29 @@ class Operation:
         return given
 
 
-def _allocator(arguments: Sequence[Arg], results: Sequence[Result]) -> _Allocator:
-    """A function that allocates uninitialised results.
+def ungrouped(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a native kernel with the arguments of an implementation, groups taken apart."""
+    flat: list[Any] = []
+    for x in arguments:
+        if isinstance(x, tuple):
+            flat.extend(x)
+        else:
+            flat.append(x)
+    return call(*flat)
+
+
+def _makers(
+    arguments: Sequence[Arg], results: Sequence[Result], sizes: Sequence[str]
+) -> list[_Maker]:
+    """For each result a function that allocates it from the tensors before it, and the sizes.
 
     PyTorch allocates fastest with ``empty_like``, next with ``new_empty``, and slowest where a
     dtype has to be given. Which of them makes a result is decided here, once.
-
-    Args:
-        arguments: the tensors that an operation takes.
-        results: the tensors that it returns.
-
-    Returns:
-        a function of a call's tensors, of which the last ones may be left out, and of the sizes
-        that no tensor has.
     """
-    count = len(arguments)
     # Tensors that are there when a result is made, by their place among arguments and results.
     known = {i: (x.dtypes, x.shape) for i, x in enumerate(arguments) if not x.optional}
     makers = []
-    for place, result in enumerate(results, start=count):
+    for place, result in enumerate(results, start=len(arguments)):
         shape = Shape(result.shape)
         dtype = result.dtype if isinstance(result.dtype, str) else (result.dtype,)
         same = [i for i, (dtypes, _) in known.items() if dtypes == dtype]
@@ -246,17 +261,10 @@ def _allocator(arguments: Sequence[Arg], results: Sequence[Result]) -> _Allocato
         else:
             source = same[0] if same else next(iter(known))
             given = None if same or isinstance(result.dtype, str) else result.dtype
-            sizes = [_size_in(known, size) for size in shape.sizes]
-            makers.append(_make_new(source, sizes, given))
+            lengths = [_size_in(known, size, sizes) for size in shape.sizes]
+            makers.append(_make_new(source, lengths, given))
         known[place] = (dtype, shape)
-
-    def allocate(given: Sequence[Tensor | None], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-        tensors: list[Any] = [*given, *[None] * (count - len(given))]
-        for make in makers:
-            tensors.append(make(tensors, sizes))
-        return tuple(tensors[count:])
-
-    return allocate
+    return makers
 
 
 def _make_like(source: int) -> _Maker:
@@ -268,15 +276,15 @@ def _make_new(source: int, shape: Sequence[_SizeOf], dtype: torch.dtype | None) 
     """Makes a result on the device of the tensor at ``source``, in its dtype if none is given."""
     options = {} if dtype is None else {"dtype": dtype}
 
-    def make(tensors: Sequence[Any], sizes: Mapping[str, int]) -> Tensor:
+    def make(tensors: Sequence[Any], sizes: Sequence[int]) -> Tensor:
         new: Tensor = tensors[source].new_empty([x(tensors, sizes) for x in shape], **options)
         return new
 
     return make
 
 
-def _size_in(known: Mapping[int, tuple[Any, Shape]], size: Size) -> _SizeOf:
-    """A function that finds a size in the tensors that have it, or in the sizes by name."""
+def _size_in(known: Mapping[int, tuple[Any, Shape]], size: Size, sizes: Sequence[str]) -> _SizeOf:
+    """A function that finds a size in a tensor that has it, or in the sizes that a call gives."""
     name, factor, more = size
     for place, (_, shape) in known.items():
         for dim, other in enumerate(shape.sizes):
@@ -287,7 +295,8 @@ def _size_in(known: Mapping[int, tuple[Any, Shape]], size: Size) -> _SizeOf:
                 return lambda tensors, sizes: factor * int(tensors[place].shape[last]) + more
     if not name:
         return lambda tensors, sizes: more
-    return lambda tensors, sizes: factor * sizes[name] + more
+    at = sizes.index(name)
+    return lambda tensors, sizes: factor * sizes[at] + more
 
 
 @functools.cache
@@ -319,7 +328,7 @@ def _cuda(operation: Operation, place: Place) -> Implementation | str:
 
 def _triton(operation: Operation, place: Place) -> Implementation | str:
     reason = why_no_triton()
-    if reason is None and operation.own_module("triton") is None:
+    if reason is None and operation.own("triton") is None:
         reason = f"{operation.name} has none"
     return reason or operation.function("triton")
 

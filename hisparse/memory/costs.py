@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hisparse.adapters import BackendAdapter, TableLimits
+from hisparse.adapters.base import DeviceLimits
 from hisparse.algorithms import (
-    BaseSparseAlgorithm,
     Representation,
     SelectionPolicy,
     entry_bytes,
 )
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig, Resolved
-from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.memory.sizing import SizingRequest
 from hisparse.types import KVSpec
 
@@ -148,18 +147,15 @@ def prefill_bytes(kv: KVSpec, tokens: int) -> int:
     return tokens * kv.num_q_heads * (kv.v_head_dim * value_bytes + 3 * 4)
 
 
-def host_token_bytes(
-    algorithm: BaseSparseAlgorithm, kept: Mapping[str, Representation], kv: KVSpec
-) -> int:
-    """The most host memory for one token beside its K and V, in bytes, all layers.
+def host_token_bytes(kept: Mapping[str, Representation], kv: KVSpec) -> int:
+    """Host memory for one token beside its K and V, in bytes, all layers.
 
     Args:
-        algorithm: may keep indexes of requests.
         kept: tensors of the algorithm and of the extensions.
         kv: shapes of the model.
     """
     pages = entry_bytes(kept, "page", "host") * kv.selecting.num_layers
-    return algorithm.host_token_bytes(kv.selecting) - (-pages // kv.page_size)
+    return -(-pages // kv.page_size)
 
 
 def attended_tables(

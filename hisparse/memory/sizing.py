@@ -139,8 +139,8 @@ class SizingRequest:
     def captured_bytes(self, max_requests: int) -> int:
         """What captured steps keep, if steps are captured: inputs and intermediates.
 
-        The inputs are a :class:`~hisparse.engine.graphs.StaticBatch`: three int64 and an int32 page
-        table per request, and an int32 count.
+        The inputs are a ``StaticBatch``: three int64 and an int32 page table per request, and an
+        int32 count.
         """
         each = 3 * 8 + 4 * self.context_pages + self.captured_request_bytes
         return (max_requests * each + 4) * self.captured

@@ -53,8 +53,8 @@ _LAUNCH_US, _ATTENTION_US = 2.0, 11.0
 
 #: With representations in host memory, whose candidates PyTorch's operators collect.
 _ECONOMY_LAUNCHES: Final = 44
-#: More in eight bits; fewer in a layer without a selection of its own; dense attention.
-_ENCODED_LAUNCHES, _SELECT_LAUNCHES, _DENSE_LAUNCHES = 16, 2, 2
+#: Fewer in a layer without a selection of its own; dense attention.
+_SELECT_LAUNCHES, _DENSE_LAUNCHES = 2, 2
 #: Candidates for each attended page whose entries lie in host memory (``sketch`` with ``economy``).
 _HOST_CANDIDATES: Final = 8
 
@@ -139,7 +139,7 @@ class _StepTimes:
         self._host_bytes = batch * min(pages, candidates) * entry_bytes(kept, "page", "host")
         self._score_instructions = algorithm.score_instructions
         counted = _ECONOMY_LAUNCHES if self._host_bytes else algorithm.captured_launches
-        self._launches = counted + _ENCODED_LAUNCHES * self._format.encoded
+        self._launches = counted + self._format.captured_launches
 
     def layer_us(self, layer: int) -> float:
         """Time of a layer with hisparse."""

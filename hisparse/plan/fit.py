@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hisparse.cache.formats import format_of
@@ -143,41 +143,28 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
             f"{format_bytes(machine.rank_weight_bytes)} a GPU; expected more memory, or a larger "
             "--tp or --pp"
         )
-    spec = stored_spec(config, spec)
+    none = refuse(config, stored_spec(config, spec), machine, context, "")
     host = resolve_memory(config.host_memory, machine.host_bytes, "host_memory")
     pool = host // machine.dp // _MIB
-    page = config.server_page_size
-    tokens = -(-context // page) * page
-    requests, message, sizing = 0, "", None
-    limit: SizingLimit = "host_memory"
-    check_dense_layers(config, spec)
+    check_dense_layers(config, none.spec)
     try:
-        stages = tuple(_stages(config, spec, machine, context, pool))
-        search = _Search(stages=stages, server_page=page, tokens=tokens)
-        requests, sizing, limit, pool = search.run(pool)
-        message = "" if requests else f"one request does not fit: {sizing.describe()}"
+        stages = tuple(_stages(config, none.spec, machine, context, pool))
+        tokens = _server_tokens(config, context)
+        requests, sizing, limit, pool = _find_most(stages, config, tokens, pool)
     except CapacityError as error:
         message = str(error)
         limit = "host_memory" if message.startswith("host_memory") else "device_memory"
-    return Capacity(
-        config=config,
-        host_memory=f"{max(1, pool) * machine.dp}MiB",
-        context=context,
-        spec=spec,
-        num_layers=max(machine.stages, default=spec.num_layers),
-        sizing=sizing,
-        max_requests=requests,
-        dense_max_requests=_dense_requests(spec, machine, tokens),
-        limit=limit,
-        message=message,
-    )
+        found = replace(none, limit=limit, message=message)
+    else:
+        message = "" if requests else f"one request does not fit: {sizing.describe()}"
+        found = replace(none, sizing=sizing, max_requests=requests, limit=limit, message=message)
+    return replace(found, host_memory=f"{max(1, pool) * machine.dp}MiB")
 
 
 def refuse(
     config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int, reason: str
 ) -> Capacity:
     """The result for settings that :func:`fit` refuses: no request, and the reason."""
-    page = config.server_page_size
     return Capacity(
         config=config,
         host_memory=config.host_memory,
@@ -186,10 +173,15 @@ def refuse(
         num_layers=max(machine.stages, default=spec.num_layers),
         sizing=None,
         max_requests=0,
-        dense_max_requests=_dense_requests(spec, machine, -(-context // page) * page),
+        dense_max_requests=_dense_requests(spec, machine, _server_tokens(config, context)),
         limit=None,
         message=reason,
     )
+
+
+def _server_tokens(config: HiSparseConfig, tokens: int) -> int:
+    """Tokens in whole pages of SGLang, which allocates these."""
+    return -(-tokens // config.server_page_size) * config.server_page_size
 
 
 def _dense_requests(spec: KVSpec, machine: Machine, tokens: int) -> int:
@@ -214,10 +206,6 @@ class _Stage:
     own: int
     of_node: int
 
-    def host_bytes(self, pool_mib: int) -> int:
-        """This rank's part of host memory."""
-        return pool_mib * _MIB * self.own // self.of_node
-
     def least_pool(self, tokens: int) -> int:
         """MiB of host memory for the K and V of tokens and the padding page, all ranks."""
         request = self.first.request
@@ -226,8 +214,16 @@ class _Stage:
 
     def sized(self, requests: int, pool_mib: int) -> Sizing:
         """The sizing for so many requests."""
-        host_bytes = self.host_bytes(pool_mib)
+        host_bytes = pool_mib * _MIB * self.own // self.of_node
         return size(replace(self.first.request, max_requests=requests, host_bytes=host_bytes))
+
+    def fits(self, requests: int, tokens: int, page: int, pool_mib: int) -> bool:
+        """Whether so many requests and tokens fit, in whole pages of SGLang."""
+        try:
+            sizing = self.sized(requests, pool_mib)
+        except CapacityError:
+            return False
+        return sizing.max_requests >= requests and sizing.kv_tokens // page * page >= tokens
 
 
 def _stages(
@@ -259,64 +255,50 @@ def _stages(
         first += own
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Search:
-    """Finds the most requests, and then the largest host pool with which all of them still fit.
+def _find_most(
+    stages: Sequence[_Stage], config: HiSparseConfig, tokens: int, pool_mib: int
+) -> tuple[int, Sizing, SizingLimit, int]:
+    """Find the most requests, and then the largest host pool with which all of them still fit.
 
-    Attributes:
+    Args:
         stages: the ranks of a pipeline.
-        server_page: SGLang's page size in tokens; SGLang allocates whole pages.
-        tokens: tokens of one request, rounded up to whole pages of SGLang.
+        config: the settings.
+        tokens: tokens of one request, in whole pages of SGLang.
+        pool_mib: MiB of host memory.
+
+    Returns:
+        The most requests, the sizing of the rank with the most layers, what stops one more, and MiB
+        of host memory.
     """
+    page = config.server_page_size
 
-    stages: tuple[_Stage, ...]
-    server_page: int
-    tokens: int
+    def least_pool(requests: int) -> int:
+        return max(stage.least_pool(requests * tokens) for stage in stages)
 
-    def run(self, pool_mib: int) -> tuple[int, Sizing, SizingLimit, int]:
-        """The most requests, the sizing of the rank with the most layers, what stops one more, and
-        MiB of host memory.
-        """
-        if not self._fits(1, pool_mib):
-            tight = next(x for x in self.stages if not self._fits_stage(x, 1, pool_mib))
-            return 0, tight.first, tight.first.limit, pool_mib
+    def fits(requests: int, mib: int) -> bool:
+        return all(stage.fits(requests, requests * tokens, page, mib) for stage in stages)
 
-        def possible(requests: int) -> bool:
-            least = self._least_pool(requests)
-            return least <= pool_mib and self._fits(requests, least)
+    def possible(requests: int) -> bool:
+        least = least_pool(requests)
+        return least <= pool_mib and fits(requests, least)
 
-        token_bytes = sum(stage.first.request.kv_token_bytes for stage in self.stages)
-        bound = pool_mib * _MIB // (token_bytes * self.tokens) + 2
-        requests = max(1, largest(possible, 1, bound))
-        limit: SizingLimit = "device_memory"
-        if self._least_pool(requests + 1) > pool_mib:
-            limit = "host_memory"
-        pool = largest(lambda mib: self._fits(requests, mib), self._least_pool(requests), pool_mib)
-        return requests, self._agreed(requests, pool), limit, pool
-
-    def _least_pool(self, requests: int) -> int:
-        return max(stage.least_pool(requests * self.tokens) for stage in self.stages)
-
-    def _agreed(self, requests: int, pool_mib: int) -> Sizing:
-        """The sizing of the rank with the most layers, for the tokens that all ranks hold."""
-        every = [stage.sized(requests, pool_mib) for stage in self.stages]
-        fullest = max(every, key=lambda sizing: sizing.request.num_layers)
-        if len(every) == 1:
-            return fullest
-        tokens = min(sizing.kv_tokens for sizing in every)
-        return resize(fullest, kv_tokens=tokens, max_requests=min(x.max_requests for x in every))
-
-    def _fits(self, requests: int, pool_mib: int) -> bool:
-        return all(self._fits_stage(stage, requests, pool_mib) for stage in self.stages)
-
-    def _fits_stage(self, stage: _Stage, requests: int, pool_mib: int) -> bool:
-        try:
-            sizing = stage.sized(requests, pool_mib)
-        except CapacityError:
-            return False
-        pages = sizing.kv_tokens // self.server_page
-        tokens = pages * self.server_page
-        return sizing.max_requests >= requests and tokens >= requests * self.tokens
+    for stage in stages:
+        if not stage.fits(1, tokens, page, pool_mib):
+            return 0, stage.first, stage.first.limit, pool_mib
+    token_bytes = sum(stage.first.request.kv_token_bytes for stage in stages)
+    bound = pool_mib * _MIB // (token_bytes * tokens) + 2
+    requests = max(1, largest(possible, 1, bound))
+    limit: SizingLimit = "device_memory"
+    if least_pool(requests + 1) > pool_mib:
+        limit = "host_memory"
+    pool = largest(lambda mib: fits(requests, mib), least_pool(requests), pool_mib)
+    every = [stage.sized(requests, pool) for stage in stages]
+    fullest = max(every, key=lambda sizing: sizing.request.num_layers)
+    if len(every) > 1:
+        agreed = min(sizing.kv_tokens for sizing in every)
+        most = min(sizing.max_requests for sizing in every)
+        fullest = resize(fullest, kv_tokens=agreed, max_requests=most)
+    return requests, fullest, limit, pool
 
 
 def largest(holds: Callable[[int], bool], least: int, most: int) -> int:

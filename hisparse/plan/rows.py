@@ -15,10 +15,11 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_indexer
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
+from hisparse.model_config import count_weight_bytes, shape_per_rank, text_config
 from hisparse.plan.estimate import GPUS, estimate_token
 from hisparse.plan.fit import Capacity, Machine, divide_layers, fit, refuse
 from hisparse.sglang import features
-from hisparse.sglang.start import Start
+from hisparse.sglang.features.base import Start
 from hisparse.units import format_bytes, resolve_memory
 
 #: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
@@ -90,7 +91,7 @@ def assumptions(machine: Machine) -> tuple[str, ...]:
     return (*_ASSUMPTIONS, _PIPELINE) if machine.stages else _ASSUMPTIONS
 
 
-def about(asked: Asked, machine: Machine) -> dict[str, Any]:
+def about(machine: Machine) -> dict[str, Any]:
     """What all rows are for."""
     return {
         "tp": machine.tp,
@@ -111,8 +112,6 @@ def _fit_all(asked: Asked, model: Any) -> tuple[list[Capacity], Machine]:
     Raises:
         ConfigError: an argument is wrong, or every configuration is refused.
     """
-    from hisparse.transformers.model_shape import count_weight_bytes, shape_per_rank
-
     for flag, number in (("--tp", asked.tp), ("--pp", asked.pp), ("--dp", asked.dp)):
         if number < 1:
             raise ConfigError(f"{flag}: got {number}, expected at least 1")
@@ -164,8 +163,6 @@ def _check_served(config: HiSparseConfig, asked: Asked) -> None:
 
 
 def _contexts(asked: Sequence[int], model: Any) -> list[int]:
-    from hisparse.transformers.model_shape import text_config
-
     longest: int | None = getattr(text_config(model), "max_position_embeddings", None)
     contexts = list(asked) or ([longest] if longest else [])
     if not contexts:
@@ -183,8 +180,6 @@ def _contexts(asked: Sequence[int], model: Any) -> list[int]:
 
 def _configs(asked: Asked, model: Any, *, has_indexer: bool) -> list[HiSparseConfig]:
     """Every algorithm with every budget, and each ``--config``; without these, the defaults."""
-    from hisparse.transformers.model_shape import text_config
-
     # As in the server, the flag and the key are one setting; "auto" leaves the key as it is.
     flag = asked.kv_cache_dtype
     stored: dict[str, Any] = {"kv_cache_dtype": flag} if flag not in (None, "auto") else {}

@@ -12,8 +12,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hisparse.engine.batches import DecodeBatch, MixedBatch, PrefillBatch
-from hisparse.engine.graphs import CapturedSteps
+from hisparse.engine.batches import DecodeBatch, MixedBatch, PrefillBatch, StaticBatch
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import AlgorithmError, HiSparseError
 from hisparse.sglang import features
@@ -48,7 +47,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.metrics = MetricsReporter(session, model_runner)
         self._features = features.enabled()
-        self._graphs: CapturedSteps | None = None
+        #: The inputs of captured steps.
+        self._static: StaticBatch | None = None
         self._in_graph = False
         #: Requests of failed forwards, until SGLang drops them.
         self._failed_requests: WeakSet[Any] = WeakSet()
@@ -111,15 +111,20 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the buffers that the graphs of all batch sizes read."""
-        context_length = self._session.sizing.request.context_length
+        num_pages = self._session.sizing.request.context_pages
         device = self._req_to_token.device
-        self._graphs = CapturedSteps(self.coordinator, max_bs, context_length, device)
+        self._static = StaticBatch(max_bs, num_pages, self._spec.page_size, device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare a capture; before a replay, :meth:`can_replay` has prepared everything."""
-        assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
+        """Prepare a capture; before a replay, :meth:`can_replay` has prepared everything.
+
+        SGLang also captures while it serves, after an update of the weights, and runs warm-up steps
+        before each capture.
+        """
+        assert self._static is not None, "SGLang calls init_cuda_graph_state first"
         if in_capture:
-            self._graphs.before_capture()
+            self.coordinator.prepare_capture()
+            self._static.load(None)
         else:
             self.metrics.report()
 
@@ -128,17 +133,21 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
         SGLang asks at the start of the forward, on its stream. If none does, the step runs eagerly.
         """
-        assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
+        assert self._static is not None, "SGLang calls init_cuda_graph_state first"
         if self._all_have_failed():
             return False
-        return self._graphs.before_replay(self._decode_batch(forward_batch))
+        batch = self._decode_batch(forward_batch)
+        can_replay = batch.begin_replay(self.coordinator)
+        if can_replay:
+            self._static.load(batch)
+        return can_replay
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record the operations that run before the layers; called during a capture."""
-        assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
+        assert self._static is not None, "SGLang calls init_cuda_graph_state first"
         self._in_graph = True
         self.num_tokens = forward_batch.batch_size
-        self._graphs.begin(forward_batch.batch_size)
+        self.coordinator.forward_begin(self._static.first(forward_batch.batch_size))
 
     def slots_cpu(self) -> Tensor:
         """``[B] int64`` request slots, read on the host without a device sync.

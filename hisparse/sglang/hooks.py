@@ -4,16 +4,45 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from hisparse.sglang import features
-from hisparse.sglang.models import around_model_specific_adjustments
-from hisparse.sglang.names import is_requested
+from hisparse.sglang import features, install
+from hisparse.sglang.install import is_requested
+from hisparse.sglang.models import name_of, stand_in
 from hisparse.sglang.session import current_session, errors_logged, start_session
 from hisparse.sglang.setup import make_session
 
 logger = logging.getLogger("hisparse")
+
+
+def around_model_specific_adjustments(original: Callable[[Any], None], server_args: Any) -> None:
+    """Adjust SGLang's arguments to the model, without its checks of the backend's name.
+
+    For some models (gpt-oss, EXAONE-4, Gemma 4, Llama 4) SGLang asserts that the attention backend
+    is one of a list, since some of its own backends lack windows or sinks. hisparse judges a model
+    by its layers instead.
+
+    Features that the model needs are on from here.
+
+    Raises:
+        ConfigError: hisparse or SGLang does not serve the model with these flags.
+    """
+    if not is_requested(server_args):
+        return original(server_args)
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    model = model_config_of(server_args)
+    needed = features.for_model(model, name_of(model))
+    features.enable(dict.fromkeys([*features.enabled(), *needed]))
+    for feature in needed:
+        install.install(feature.hooks)
+    with ExitStack() as stack:
+        for feature in needed:
+            stack.enter_context(feature.adjusting(server_args))
+        stack.enter_context(stand_in("triton"))
+        return original(server_args)
 
 
 def around_profile_available_bytes(

@@ -1,16 +1,49 @@
-"""Installs hooks in SGLang, and verifies that they are in place."""
+"""The supported release of SGLang, hisparse's names in it, and the installation of hooks.
+
+Imports nothing that takes time: every process of every server does.
+"""
 
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
 
 from hisparse.errors import PluginError
 
+#: The release of SGLang that hisparse supports.
+RELEASE: Final = "0.5.23"
+
+#: Names of the attention backend in SGLang, and of that of draft models.
+BACKEND: Final = "hisparse"
+DRAFT_BACKEND: Final = "hisparse_draft"
+#: SGLang's flags that name a backend.
+BACKEND_FLAGS: Final = (
+    "attention_backend", "prefill_attention_backend", "decode_attention_backend",
+)  # fmt: skip
+
 #: SGLang's functions before the hooks wrapped them, by dotted name.
 _originals: dict[str, object] = {}
+
+
+def installed_release() -> str | None:
+    """Version of the installed SGLang, or None if SGLang is not installed."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
+
+
+def is_supported(found: str) -> bool:
+    """Whether a version is that of :data:`RELEASE`, or of a build of it, such as a post-release."""
+    return re.match(rf"{re.escape(RELEASE)}(?!\d)", found) is not None
+
+
+def is_requested(server_args: Any) -> bool:
+    """Whether one of SGLang's three attention backend flags names hisparse."""
+    return any(getattr(server_args, flag, None) == BACKEND for flag in BACKEND_FLAGS)
 
 
 def register(hooks: Mapping[str, Callable[..., Any]]) -> None:

@@ -6,8 +6,8 @@ import logging
 import time
 from typing import Any
 
+from hisparse.cache.counters import CacheStats
 from hisparse.engine.coordinator import SparseCoordinator
-from hisparse.engine.metrics import CacheStats
 from hisparse.sglang.session import ServerSession
 
 logger = logging.getLogger("hisparse")
@@ -45,7 +45,6 @@ GAUGES = {
     "device_tokens_total": "Capacity of all device pages, in tokens, over rows",
     "max_selected_tokens": "Maximum number of tokens in a selection and its tail page",
     "host_kv_bytes": "Host memory of the KV cache, in bytes; this rank's part of a shared one",
-    "host_index_bytes": "Host memory of the requests' indexes, in bytes",
     "host_representation_bytes": "Host memory of the algorithm's representations, in bytes",
     "device_kv_bytes": "Device memory of keys and values, staging included, in bytes",
     "device_representation_bytes": "Device memory of the algorithm's representations, in bytes",
@@ -74,7 +73,6 @@ def gauge_values(
         "device_tokens_total": manager.device.free_pages.shape[1] * size,
         "max_selected_tokens": selected_pages * size,
         "host_kv_bytes": manager.host.rank_bytes,
-        "host_index_bytes": coordinator.representations.indexes.num_bytes,
         "host_representation_bytes": coordinator.representations.num_bytes("host"),
         "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,
         "device_representation_bytes": coordinator.representations.num_bytes("device"),

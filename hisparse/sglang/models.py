@@ -1,45 +1,184 @@
-"""What SGLang's models need to run with an attention backend that SGLang does not know."""
+"""SGLang's models: the shape of their attention, and their checks of the backend's name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from hisparse.sglang import features, install
-from hisparse.sglang.model_shape import name_of
-from hisparse.sglang.names import BACKEND, is_requested
+import torch
 
-_FLAGS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+from hisparse.errors import ConfigError
+from hisparse.sglang.install import BACKEND, BACKEND_FLAGS
+from hisparse.types import KVSpec
 
 
-def around_model_specific_adjustments(original: Callable[[Any], None], server_args: Any) -> None:
-    """Adjust SGLang's arguments to the model, without its checks of the backend's name.
+class ModelShape(NamedTuple):
+    """A model's attention on this rank.
 
-    For some models (gpt-oss, EXAONE-4, Gemma 4, Llama 4) SGLang asserts that the attention backend
-    is one of a list, since some of its own backends lack windows or sinks. hisparse judges a model
-    by its layers instead.
+    Attributes:
+        spec: shapes of the layers that attend.
+        scale: softmax scale.
+        layer_ids: SGLang's number of each of these layers, ascending.
+    """
 
-    Features that the model needs are on from here.
+    spec: KVSpec
+    scale: float
+    layer_ids: tuple[int, ...]
+
+
+def read_model_shape(
+    model: Any,
+    dtype: torch.dtype,
+    page_size: int,
+    context_length: int | None = None,
+    hybrid_layers: Sequence[int] | None = None,
+) -> ModelShape:
+    """Read the shapes of a model that SGLang has loaded.
+
+    Args:
+        model: SGLang's model.
+        dtype: the model's dtype of keys and values.
+        page_size: S, tokens per page of a selection.
+        context_length: tokens, the longest sequence; a window that holds it is none. None: unknown.
+        hybrid_layers: the numbers of a hybrid's layers that attend; None: all layers do.
 
     Raises:
-        ConfigError: hisparse or SGLang does not serve the model with these flags.
+        ConfigError: the layers differ from each other, or use a kind of attention that hisparse
+            does not support.
     """
-    if not is_requested(server_args):
-        return original(server_args)
-    from sglang.srt.arg_groups.overrides import model_config_of
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"the KV cache is {dtype}; expected float32, bfloat16, float16 or fp8_e4m3: use "
+            "--kv-cache-dtype auto or fp8_e4m3"
+        )
+    layers, latent = _attention_layers(model)
+    shapes = {
+        (m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim, m.v_head_dim, m.scaling, m.logit_cap)
+        for m in layers
+    }
+    if len(shapes) != 1:
+        raise ConfigError(
+            f"the model's attention layers have {len(shapes)} different shapes; expected one shape "
+            "for all layers"
+        )
+    _check_kind(layers)
+    ids = sorted(m.layer_id for m in layers)
+    _check_numbers(ids, hybrid_layers)
+    q_heads, kv_heads, head_dim, v_head_dim, scale, logit_cap = shapes.pop()
+    windows = [_window(m, context_length) for m in sorted(layers, key=lambda m: m.layer_id)]
+    spec = KVSpec(
+        num_layers=len(layers),
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        dtype=dtype,
+        page_size=page_size,
+        latent=latent,
+        index_head_dim=_index_head_dim(model, len(layers)),
+        logit_cap=logit_cap or 0.0,
+        windows=tuple(windows) if any(windows) else (),
+    )
+    return ModelShape(spec, scale, tuple(ids))
 
-    model = model_config_of(server_args)
-    needed = features.for_model(model, name_of(model))
-    features.enable(dict.fromkeys([*features.enabled(), *needed]))
-    for feature in needed:
-        install.install(feature.hooks)
-    with ExitStack() as stack:
-        for feature in needed:
-            stack.enter_context(feature.adjusting(server_args))
-        stack.enter_context(stand_in("triton"))
-        return original(server_args)
+
+def _check_kind(layers: Sequence[Any]) -> None:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    plain = all(
+        m.attn_type == AttentionType.DECODER
+        and not m.is_cross_attention
+        and (not m.logit_cap or m.logit_capping_method == "tanh")
+        and m.xai_temperature_len <= 0
+        and not m.use_irope
+        for m in layers
+    )
+    if not plain:
+        raise ConfigError(
+            "a layer of the model has cross attention, logits that are not capped by tanh, chunks "
+            "or temperature scaling; expected causal attention, over all tokens or a window"
+        )
+
+
+def _check_numbers(ids: Sequence[int], hybrid_layers: Sequence[int] | None) -> None:
+    """Require attention in every layer, or in those that a hybrid's configuration names."""
+    if hybrid_layers is None:
+        if ids != list(range(ids[0], ids[0] + len(ids))):
+            raise ConfigError(
+                f"the model's attention layers have numbers {ids}; expected attention in every "
+                "layer"
+            )
+    elif ids != list(hybrid_layers):
+        raise ConfigError(
+            f"the model's attention layers have numbers {ids}; expected {list(hybrid_layers)}, as "
+            "its configuration says"
+        )
+
+
+def _window(layer: Any, context_length: int | None) -> int:
+    """Tokens that a query of a layer attends, its own included; 0: all up to its own."""
+    # SGLang counts the tokens before the query's own. Its backends take -1 for no window.
+    window: int = layer.sliding_window_size + 1
+    return 0 if context_length is not None and window >= context_length else window
+
+
+def _attention_layers(model: Any) -> tuple[list[Any], bool]:
+    """One attention module per layer, and whether the layers attend over latents (MLA)."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    named = {n: m for n, m in model.named_modules() if isinstance(m, RadixAttention)}
+    # MLA models have two modules per layer: `attn_mqa` over latents, `attn_mha` over heads.
+    absorbed = [m for name, m in named.items() if name.endswith("attn_mqa")]
+    return absorbed or list(named.values()) or _fallback_layers(model), bool(absorbed)
+
+
+def _fallback_layers(model: Any) -> list[Any]:
+    """The attention modules of a model that SGLang runs with transformers' code.
+
+    They lie in a dictionary, and get the softmax scales of transformers' modules in each forward.
+    """
+    layers: dict[int, Any] = getattr(model, "attention_instances", {})
+    for module in model.modules():
+        layer, scale = getattr(module, "layer_idx", None), getattr(module, "scaling", None)
+        if layer in layers and isinstance(scale, float):
+            layers[layer].scaling = scale
+    return list(layers.values())
+
+
+def _index_head_dim(model: Any, num_layers: int) -> int:
+    """Di, the head dimension of the model's indexers; 0 for a model without indexers."""
+    indexers = find_indexers(model)
+    if indexers and len(indexers) != num_layers:
+        raise ConfigError(
+            f"{len(indexers)} of the model's {num_layers} layers have an indexer; expected one in "
+            "every layer or in none"
+        )
+    return indexers[0].head_dim if indexers else 0
+
+
+def find_indexers(model: Any) -> list[Any]:
+    """The indexers of SGLang's ``model``, one per layer in order; empty for most models."""
+    layers = [m for m in model.modules() if getattr(m, "use_dsa", False)]
+    return [m.indexer for m in layers if getattr(m, "indexer", None) is not None]
+
+
+def hybrid_layers(model_config: Any) -> list[int] | None:
+    """The numbers of a hybrid's layers that attend, ascending; None: the model is no hybrid.
+
+    Args:
+        model_config: SGLang's ``ModelConfig``.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    config = mambaish_config(model_config)
+    return None if config is None else list(config.full_attention_layer_ids)
+
+
+def name_of(model_config: Any) -> str:
+    """The architecture of a model, for messages."""
+    return ", ".join(model_config.hf_config.architectures or ["this model"])
 
 
 @contextmanager
@@ -60,7 +199,7 @@ class _View:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._view, name)
-        return self._name if name in _FLAGS and value == BACKEND else value
+        return self._name if name in BACKEND_FLAGS and value == BACKEND else value
 
 
 def use_absorbed_mla(backend: str) -> None:

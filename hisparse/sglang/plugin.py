@@ -15,7 +15,7 @@ from typing import Any
 
 from hisparse.errors import HiSparseError, PluginError
 from hisparse.sglang import features, install
-from hisparse.sglang.names import BACKEND, RELEASE, is_requested, is_supported
+from hisparse.sglang.install import BACKEND, RELEASE, is_requested, is_supported
 
 _launched_by_command_line = False
 
@@ -127,10 +127,10 @@ def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
     from hisparse.kernels.build.ahead import build_kernels
     from hisparse.sglang.server_args import check_after_resolution, prepare_before_resolution
 
-    _exit_on_error(lambda: prepare_before_resolution(server_args))
+    config = _exit_on_error(lambda: prepare_before_resolution(server_args))
     _exit_on_error(install_hooks)
     result = _exit_on_error(lambda: original(server_args))
-    _exit_on_error(lambda: check_after_resolution(server_args))
+    _exit_on_error(lambda: check_after_resolution(server_args, config))
     _exit_on_error(lambda: build_kernels(server_args.device))
     return result
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from hisparse.cache.allocate import NodeRanks
+
+T = TypeVar("T")
 
 
 def attention_replicas() -> int:
@@ -54,8 +56,7 @@ def latent_ranks(num_nodes: int) -> NodeRanks:
     members = [index for index, rank in enumerate(group.ranks) if rank // size == node]
 
     def gather(text: str) -> list[str]:
-        texts = [""] * group.world_size
-        torch.distributed.all_gather_object(texts, text, group=group.cpu_group)
+        texts = _gather(group.cpu_group, text)
         return [texts[index] for index in members]
 
     return NodeRanks(rank=members.index(group.rank_in_group), size=len(members), gather=gather)
@@ -78,25 +79,36 @@ def layer_share(num_layers: int, num_nodes: int) -> tuple[int, int]:
 
 def layers_of_ranks(num_layers: int) -> list[int]:
     """The layers of each rank of this replica, of which this one has ``num_layers``."""
-    from sglang.srt.distributed.parallel_state import get_world_group
-
-    world = get_world_group()
-    layers = [num_layers] * world.world_size
-    if world.world_size > 1:
-        torch.distributed.all_gather_object(layers, num_layers, group=world.cpu_group)
-    return layers
+    return _gather(_world(), num_layers)
 
 
 def least_of_ranks(*numbers: int) -> list[int]:
     """The least of each number over the ranks of this replica, so that all compute the same."""
+    return _least(_world(), numbers)
+
+
+def _world() -> Any:
+    """PyTorch's group of the ranks of this replica; None: there is one."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
     world = get_world_group()
-    if world.world_size == 1:
+    return world.cpu_group if world.world_size > 1 else None
+
+
+def _least(group: Any, numbers: Sequence[int]) -> list[int]:
+    if group is None:
         return list(numbers)
     least = torch.tensor(numbers, dtype=torch.int64)
-    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=world.cpu_group)
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
     return cast(list[int], least.tolist())
+
+
+def _gather(group: Any, value: T) -> list[T]:
+    if group is None:
+        return [value]
+    values = [value] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def gather_queries() -> Callable[[Tensor], Tensor] | None:
@@ -147,11 +159,7 @@ class LinkerRanks:
 
     def least_of(self, mine: int) -> int:
         """The smallest value of all ranks."""
-        if self.group is None:
-            return mine
-        value = torch.tensor([mine])
-        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=self.group)
-        return int(value.item())
+        return _least(self.group, [mine])[0]
 
     def all_of(self, mine: bool) -> bool:
         """Whether the value is true on every rank."""
@@ -159,8 +167,4 @@ class LinkerRanks:
 
     def gather(self, text: str) -> list[str]:
         """The texts of all ranks, in their order."""
-        if self.group is None:
-            return [text]
-        texts = [""] * self.size
-        torch.distributed.all_gather_object(texts, text, group=self.group)
-        return texts
+        return _gather(self.group, text)

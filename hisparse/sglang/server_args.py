@@ -14,16 +14,15 @@ from typing import Any, Final
 import torch
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cache.formats import LATENT_FORMATS, sglang_choices
-from hisparse.config import KV_FORMATS, HiSparseConfig
+from hisparse.cache.formats import sglang_choices
+from hisparse.config import KV_FORMATS, LATENT_FORMATS, HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.sglang import features
-from hisparse.sglang.features.base import Flag
-from hisparse.sglang.model_shape import name_of
-from hisparse.sglang.names import BACKEND
-from hisparse.sglang.start import WITH_INDEXER, Start
+from hisparse.sglang.features.base import WITH_INDEXER, Flag, Start
+from hisparse.sglang.install import BACKEND
+from hisparse.sglang.models import name_of
 from hisparse.units import resolve_memory
 
 logger = logging.getLogger("hisparse")
@@ -75,14 +74,32 @@ def read_config(server_args: Any) -> HiSparseConfig:
     return config
 
 
-def prepare_before_resolution(server_args: Any) -> None:
+def session_config(server_args: Any, kv_cache_dtype: str) -> HiSparseConfig:
+    """The settings in a process with a part of the model, as the command line's process wrote them.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``, after :func:`prepare_before_resolution`.
+        kv_cache_dtype: how the model's own configuration asks to store K and V; the key overrules
+            it.
+    """
+    settings = json.loads(server_args.hisparse_config)
+    if settings["kv_cache_dtype"] == "auto":
+        settings["kv_cache_dtype"] = kv_cache_dtype
+    return HiSparseConfig.from_dict(settings)
+
+
+def prepare_before_resolution(server_args: Any) -> HiSparseConfig:
     """Check the configuration, then set the fields of SGLang's arguments that depend on it.
 
     The features that the server has are on from here.
 
     Args:
-        server_args: SGLang's ``ServerArgs``; ``page_size``, ``kv_cache_dtype``, the flags for CUDA
-            graphs and pools of windows and those of features are written.
+        server_args: SGLang's ``ServerArgs``; ``hisparse_config``, ``page_size``,
+            ``kv_cache_dtype``, the flags for CUDA graphs and pools of windows and those of features
+            are written.
+
+    Returns:
+        The settings of all processes of the server.
 
     Raises:
         ConfigError: a setting or a flag is not supported, or the machine lacks the memory.
@@ -94,15 +111,17 @@ def prepare_before_resolution(server_args: Any) -> None:
     start = Start(args=server_args, config=config, device=_device_type(server_args))
     features.check_start(start)
     resolve_memory(config.host_memory, free_host_memory(), "host_memory")
+    changes = dict[str, Any]()
     for feature in features.all_features():
         if feature.is_on(start):
-            start = replace(start, config=feature.prepare(start))
+            changes |= feature.prepare(start)
+    config = replace(config, **changes)
     # Settings that one feature has changed may switch another one off.
+    start = replace(start, config=config)
     enabled = [feature for feature in features.all_features() if feature.is_on(start)]
     features.enable(enabled)
-    if start.config != config or config.kv_cache_dtype != "auto":
-        config = start.config
-        server_args.hisparse_config = json.dumps(config.effective())
+    # Other processes read it, and no file or flag again.
+    server_args.hisparse_config = json.dumps(config.effective())
     if config.kv_cache_dtype != "auto":
         # SGLang's fp8 pools have requirements of their own, such as a certain backend on a CPU.
         # SGLang therefore sees the model's dtype, and only hisparse knows how K and V are stored.
@@ -115,6 +134,7 @@ def prepare_before_resolution(server_args: Any) -> None:
         server_args.disable_prefill_cuda_graph = True
     else:
         server_args.disable_cuda_graph = True
+    return config
 
 
 def _device_type(server_args: Any) -> str:
@@ -125,11 +145,12 @@ def _device_type(server_args: Any) -> str:
     return device.split(":")[0]
 
 
-def check_after_resolution(server_args: Any) -> None:
+def check_after_resolution(server_args: Any, config: HiSparseConfig) -> None:
     """Reject resolved arguments that hisparse does not support, and unsupported models.
 
     Args:
         server_args: SGLang's ``ServerArgs`` after ``resolve_once``.
+        config: the settings.
 
     Raises:
         ConfigError: names the argument, its value and the supported values.
@@ -150,7 +171,6 @@ def check_after_resolution(server_args: Any) -> None:
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; unset it: hisparse sizes its pool from "
             "host memory"
         )
-    config = read_config(server_args)
     check_capabilities(config, view.device)
     tokens = view.max_total_tokens
     if tokens is not None and tokens < config.min_row_tokens:

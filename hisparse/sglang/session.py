@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from hisparse.cache.allocate import NodeRanks
+from hisparse.cache.counters import CacheStats
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
-from hisparse.engine.metrics import CacheStats
 from hisparse.errors import HiSparseError
 
 logger = logging.getLogger("hisparse")

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
 
+from hisparse.adapters.base import device_limits
 from hisparse.cache.formats import sglang_choices
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import ConfigError
-from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.costs import Resources
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import features
-from hisparse.sglang.model_shape import hybrid_layers, name_of, read_model_shape
+from hisparse.sglang.models import hybrid_layers, name_of, read_model_shape
 from hisparse.sglang.ranks import (
     attention_replicas,
     gather_queries,
@@ -28,7 +27,7 @@ from hisparse.sglang.ranks import (
     least_of_ranks,
     num_replicas,
 )
-from hisparse.sglang.server_args import read_config
+from hisparse.sglang.server_args import session_config
 from hisparse.sglang.session import ServerSession
 from hisparse.types import KVSpec
 from hisparse.units import parse_memory, resolve_memory
@@ -50,16 +49,11 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[ServerSession, i
         HiSparseError: the model, a setting or a size is not supported.
     """
     args, enabled = configurator.server_args, features.enabled()
-    config = read_config(args)
-    dtype = configurator.kv_cache_dtype
+    dtype, stored = configurator.kv_cache_dtype, "auto"
     for name, quantized in sglang_choices().items():
         if dtype == quantized:
-            # The model's own configuration requests such a KV cache; the key overrules it.
-            dtype = configurator.model_config.dtype
-            if config.kv_cache_dtype == "auto":
-                config = replace(config, kv_cache_dtype=name)
-    for feature in enabled:
-        config = feature.process_config(config, args)
+            dtype, stored = configurator.model_config.dtype, name
+    config = session_config(args, stored)
     context_length = configurator.model_config.context_len
     hybrid = hybrid_layers(configurator.model_config)
     shape = read_model_shape(configurator.model, dtype, config.page_size, context_length, hybrid)

@@ -1,27 +1,26 @@
 """Pages of KV below host memory: a folder of large files that several processes share.
 
 A page is written once under a key that names its tokens and all tokens before them, is never
-changed, and is read back whole or by parts. This room knows nothing of models, of SGLang or of
-tensors: it stores bytes. docs/storage.md has the format and how to operate a store.
+changed, and is read back whole. A store holds bytes; ``fingerprint.py`` says which models may
+share them. docs/storage.md has how to operate a store.
 
 ::
 
     namespace = Namespace(model="…", kv_dtype="bfloat16", page_size=16, rank=0, num_ranks=1,
                           part_bytes=(98304, 98304))
     with FileStore("/var/cache/hisparse", 500 << 30) as store:
-        store.put(namespace, key, parts)              # parts: 2 buffers of 98,304 bytes
+        store.put(namespace, key, page)               # page: a buffer of 196,608 bytes
         found = store.find(namespace, keys)           # the first `found` keys are stored
         store.get(namespace, keys[:found], buffers)   # buffers: one of 196,608 bytes a key
 """
 
+from hisparse.storage.collect import size_in_bytes
 from hisparse.storage.contexts import Context, Contexts, Filter
-from hisparse.storage.limits import POLICIES, size_in_bytes
 from hisparse.storage.namespace import Namespace, page_keys
 from hisparse.storage.report import Damage, NamespaceUse, StoreReport, VerifyReport
 from hisparse.storage.store import FileStore
 
 __all__ = [
-    "POLICIES",
     "Context",
     "Contexts",
     "Damage",

@@ -1,28 +1,35 @@
-"""Eviction, and copying what is left of old segments together so that their space is given back."""
+"""How large a store may grow, which pages leave first, and how their space is given back."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import shutil
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from hisparse.errors import HiSparseError, one_line
-from hisparse.storage.context_tree import ContextTree, contexts_path
+from hisparse.errors import ConfigError, HiSparseError, one_line, quoted, unknown_name
+from hisparse.storage.contexts import Contexts, contexts_path
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Index, Row
-from hisparse.storage.limits import StoreLimits
 from hisparse.storage.read import Reader
 from hisparse.storage.report import StoreCounters
-from hisparse.storage.segments import SegmentWriter, locked
+from hisparse.storage.schema import ORDERS
+from hisparse.storage.segments import SegmentWriter
+from hisparse.units import MemorySize, parse_memory
 
 logger = logging.getLogger(__name__)
 
 #: Segments with less live bytes are not worth their space.
 MIN_LIVE_RATIO: Final = 0.5
+#: Shares of the size at which eviction begins and ends.
+HIGH_WATER, LOW_WATER = 0.95, 0.85
 
 #: Evictions of one collection: each is followed by looking what can be given back.
 _ROUNDS: Final = 16
@@ -30,15 +37,60 @@ _ROUNDS: Final = 16
 _PAUSE_S: Final = 1.0
 
 
-class Collector:
-    """Evicts pages and gives space back. Its methods may be called from any thread.
+@dataclass(frozen=True)
+class StoreLimits:
+    """How large a store may grow, and which pages leave first; see :class:`FileStore`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    size_bytes: int | None
+    policy: str
+    ttl_s: float | None
+
+    def __post_init__(self) -> None:
+        if self.policy not in ORDERS:
+            raise ConfigError(unknown_name("policy", self.policy, ORDERS))
+        if self.size_bytes is not None and not 0 < self.size_bytes < 2**63:
+            got = quoted(self.size_bytes)
+            raise ConfigError(f"size_bytes: got {got}, expected more than 0, below 8 EiB")
+        if self.policy == "ttl":
+            if self.ttl_s is None or not (self.ttl_s > 0 and math.isfinite(self.ttl_s)):
+                got = quoted(self.ttl_s)
+                raise ConfigError(f"ttl_s: got {got}, expected seconds above 0 for policy 'ttl'")
+        elif self.ttl_s is not None:
+            got = f"ttl_s {self.ttl_s} with policy {self.policy!r}"
+            raise ConfigError(f"got {got}, expected it with policy 'ttl' alone")
+
+    def used_since(self, now: float) -> float:
+        """Pages that were last used before this time are expired."""
+        return 0.0 if self.ttl_s is None else now - self.ttl_s
+
+
+def size_in_bytes(key: str, size: MemorySize | None, folder: Path) -> int | None:
+    """The limit of a store in bytes; None: no limit.
 
     Args:
-        folder: of the store.
-        reader: of the store.
+        key: name of the setting, for messages.
+        size: the setting; a fraction is of the file system's size.
+        folder: of the store, which need not exist.
+
+    Raises:
+        ConfigError: the value is neither a size nor a fraction.
+    """
+    parsed = None if size is None else parse_memory(key, size)
+    if isinstance(parsed, float):
+        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        return int(parsed * shutil.disk_usage(existing).total)
+    return parsed
+
+
+class Collector:
+    """Evicts pages of a store and gives space back. Its methods may be called from any thread.
+
+    Args:
         writer: takes what is copied.
-        limits: of the store.
-        counters: of the store.
         clock: seconds since 1970.
     """
 
@@ -78,21 +130,16 @@ class Collector:
             logger.warning("store %s: cannot collect: %s", self._folder.path, one_line(error))
         self._not_before = time.monotonic() + _PAUSE_S
 
-    def run(self, min_live_ratio: float, room: int = 0) -> int:
-        """Drop expired pages; above the high-water mark evict to the low one; give space back.
-
-        Contexts whose pages have all left go too.
+    def run(self, min_live_ratio: float, room: int = 0, size_bytes: int | None = None) -> int:
+        """Collect, as :meth:`FileStore.collect` says; contexts whose pages have all left go too.
 
         Args:
             min_live_ratio: segments with less live bytes than this share of theirs are copied.
             room: bytes that are wanted in addition to those that are free.
+            size_bytes: evict down to this; None: by the marks of the store.
 
         Returns:
             Bytes given back; 0 if another thread or process is at it.
-
-        Raises:
-            OSError: the system refuses; what was not copied stays where it is.
-            sqlite3.Error: SQLite cannot do it.
         """
         self._folder.check_index()
         self._folder.index.write_uses()
@@ -108,28 +155,26 @@ class Collector:
                 self._counters.add(evicted=expired)
             self._seal(index, min_live_ratio)
             freed = self._compact(index, min_live_ratio)
-            freed += self._make_room(index, min_live_ratio, room)
+            high = low = size_bytes
+            if size_bytes is None and limits.size_bytes is not None:
+                high, low = (int(x * limits.size_bytes) for x in (HIGH_WATER, LOW_WATER))
+            used = self._folder.num_bytes(index) + room
+            if high is not None and low is not None and used > high:
+                freed += self._make_room(index, min_live_ratio, used - low)
             self._forget_contexts(index)
             return freed
 
-    def _make_room(self, index: Index, min_live_ratio: float, room: int) -> int:
-        """Evict to the low-water mark if the store is above the high one. Returns bytes freed."""
-        limits, size, freed = self._limits, self._limits.size_bytes, 0
-        if size is None or self._folder.num_bytes(index) + room <= limits.high_water * size:
-            return 0
-        spared = self._folder.segments.busy()
+    def _make_room(self, index: Index, min_live_ratio: float, excess: int) -> int:
+        """Evict until so many bytes are given back. Returns the bytes given back."""
         # Counted once: pages that are put meanwhile took the room that was made for them.
-        excess = self._folder.num_bytes(index) + room - int(limits.low_water * size)
+        spared, freed = self._folder.segments.busy(), 0
         for _ in range(_ROUNDS):
-            if (
-                self._stopping.is_set()
-                or excess <= 0
-                or not (evicted := index.evict(limits.policy, excess, spared))
-            ):
+            if self._stopping.is_set() or freed >= excess:
+                break
+            if not (evicted := index.evict(self._limits.policy, excess - freed, spared)):
                 break
             self._counters.add(evicted=evicted)
-            given_back = self._compact(index, min_live_ratio)
-            excess, freed = excess - given_back, freed + given_back
+            freed += self._compact(index, min_live_ratio)
         return freed
 
     def _forget_contexts(self, index: Index) -> None:
@@ -144,11 +189,10 @@ class Collector:
             return [row is not None for row in rows]
 
         try:
-            with contextlib.closing(ContextTree(self._folder.path)) as tree:
-                tree.forget_absent(stored)
+            with contextlib.closing(Contexts(self._folder.path, None)) as contexts:
+                contexts.forget_absent(stored)
         except HiSparseError as error:
-            if self._counters.may_log("contexts"):
-                logger.warning("store %s: %s", self._folder.path, error)
+            self._counters.warn("contexts", str(error))
 
     def _seal(self, index: Index, min_live_ratio: float) -> None:
         """Close the segment that is being written if it is full or sparse."""
@@ -189,19 +233,15 @@ class Collector:
     def _give_back(self, index: Index, segment: int) -> int:
         """Copy the pages of a segment and delete it, unless a process is writing it.
 
-        Returns:
-            The bytes given back.
-
-        Raises:
-            OSError: a page cannot be read or written; it stays where it is, and so does the file.
+        Returns the bytes given back. The file stays if a page cannot be read or written.
         """
         segments, copied = self._folder.segments, 0
-        with locked(segments.folder, segments.path(segment).name) as free:
+        with segments.locked(segment) as free:
             if not free:
                 return 0
             # Its last writer may have appended until now.
             self._folder.read_segment(index, segment)
-            size = segments.size(segment)
+            size = segments.open(segment, fresh=True).num_bytes
             rows, (_, live) = index.pages_of(segment), index.segments().get(segment, (0, 0))
             if sum(row.num_bytes for row in rows) < live:
                 return 0  # Pages leave at this time, or the index is damaged and lacks some.

@@ -2,23 +2,70 @@
 
 The index can be made again from the segments; attributes cannot. A store without this file has
 the same pages, of no context.
+
+Keys of pages are kept in a tree that grows with the pages that are new. Its nodes are branches:
+runs of keys that follow a key of another branch. A context adds the keys that no context before
+has, at the end of a branch or as a new one, and names the branch and how many pages end there. A
+key names all pages before its own, so each has one place in the tree.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import sqlite3
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from hisparse.errors import ConfigError, quoted
-from hisparse.storage.context_tree import ContextTree
+from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
+from hisparse.private_files import NotPrivateError, PrivateFolder
 from hisparse.storage.namespace import Namespace
+from hisparse.storage.schema import connect, copy_database, transaction
+
+#: Counted up when the tables change.
+_VERSION: Final = 2
+#: Keys that are looked up in the store at once.
+_BATCH: Final = 500
+#: ``start``: pages before the branch. ``keys``: its keys, one after the other, of equal lengths.
+#: ``num_pages``: of a context.
+_SCHEMA: Final = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS branches (
+    id INTEGER PRIMARY KEY, parent INTEGER, start INTEGER NOT NULL, first BLOB NOT NULL UNIQUE,
+    keys BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS branches_by_parent ON branches (parent);
+CREATE TABLE IF NOT EXISTS contexts (
+    id INTEGER PRIMARY KEY, namespace BLOB NOT NULL, num_tokens INTEGER NOT NULL,
+    attributes TEXT NOT NULL, created REAL NOT NULL,
+    branch INTEGER NOT NULL, num_pages INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS contexts_by_branch ON contexts (branch, num_pages);
+PRAGMA user_version = {_VERSION};
+COMMIT;
+"""
+#: Branches that the contexts of each namespace lead through. A branch is made after its parent.
+_BRANCHES_IN_USE: Final = """
+WITH RECURSIVE used (namespace, branch) AS (
+    SELECT namespace, branch FROM contexts
+    UNION SELECT namespace, parent FROM used JOIN branches ON id = branch
+)
+SELECT namespace, branch, parent, start FROM used JOIN branches ON id = branch ORDER BY branch
+"""
+#: What to do with another file.
+_NO_FILE: Final = "or no such file: without it the store has the same pages, of no context"
 
 #: ``attributes -> bool``: whether pages of a context with these attributes may be used.
 Filter = Callable[[Mapping[str, Any]], bool]
+#: ``key of a namespace, keys of pages -> which of the pages are stored``.
+Stored = Callable[[bytes, Sequence[bytes]], list[bool]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +85,61 @@ class Context:
     created: float
 
 
+def contexts_path(folder: Path) -> Path:
+    """The file of contexts of the store in a folder."""
+    return folder.absolute() / "contexts.sqlite"
+
+
 class Contexts:
     """The contexts of one namespace. Methods may be called from any thread.
 
     Args:
         folder: the folder of the store.
-        namespace: of the pages.
+        namespace: of the pages; None: of no namespace, to :meth:`forget_absent` those of all.
 
     Raises:
         HiSparseError: the file is damaged or of another version, cannot be opened, or others can
             write to it or to the folder.
     """
 
-    def __init__(self, folder: Path, namespace: Namespace) -> None:
-        self._namespace, self._tree = namespace, ContextTree(folder)
+    def __init__(self, folder: Path, namespace: Namespace | None) -> None:
+        self._path, self._lock = contexts_path(folder), threading.RLock()
+        self._namespace = b"" if namespace is None else namespace.key_bytes
+        try:
+            private = PrivateFolder(folder.absolute(), or_roots=True)
+            private.check_database(self._path.name, create=not private.read_only)
+        except OSError as error:
+            reason = str(error) if isinstance(error, NotPrivateError) else one_line(error)
+            raise HiSparseError(f"contexts {quoted(str(folder))}: {reason}") from None
+        with self._named_errors(), contextlib.ExitStack() as stack:
+            self._database = connect(None if private.read_only else self._path)
+            stack.callback(self._database.close)
+            self._prepare(private.read_only)
+            if (version := self._version()) != _VERSION:
+                raise HiSparseError(
+                    f"{str(self._path)!r}: got contexts of version {version}, expected "
+                    f"{_VERSION}, {_NO_FILE}"
+                )
+            stack.pop_all()
+
+    def _prepare(self, read_only: bool) -> None:
+        """Make the tables if this is a new file; copy one that cannot be written."""
+        if read_only and self._path.exists():
+            copy_database(self._path, self._database)
+        elif not self._version():
+            self._database.execute("PRAGMA auto_vacuum = FULL")
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.executescript(_SCHEMA)
+        if read_only:
+            self._database.execute("PRAGMA query_only = ON")
+
+    def _version(self) -> int:
+        return int(self._database.execute("PRAGMA user_version").fetchone()[0])
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            self._database.close()
 
     def add(
         self, keys: Sequence[str], num_tokens: int, attributes: Mapping[str, Any]
@@ -73,36 +161,37 @@ class Contexts:
         text, raw = _attributes_text(attributes), [bytes.fromhex(key) for key in keys]
         if not raw:
             return None
-        with self._tree.transaction() as database:
-            end = [self._tree.extend(raw), len(raw)]
+        with self._transaction():
+            end = [self._extend(raw), len(raw)]
             rule = "branch = ? AND num_pages = ? AND attributes = ? AND namespace = ?"
-            known = self._select(rule, [*end, text, self._namespace.key_bytes])
+            known = self._select(rule, [*end, text, self._namespace])
             if known:
                 return known[0]
-            number = database.execute(
+            number = self._database.execute(
                 "INSERT INTO contexts (namespace, num_tokens, attributes, created, branch, "
                 "num_pages) VALUES (?, ?, ?, ?, ?, ?)",
-                [self._namespace.key_bytes, num_tokens, text, time.time(), *end],
+                [self._namespace, num_tokens, text, time.time(), *end],
             ).lastrowid
             return self._select("id = ?", [number])[0]
 
     def all(self) -> list[Context]:
         """Every context, the oldest first."""
-        return self._select("namespace = ? ORDER BY id", [self._namespace.key_bytes])
+        return self._select("namespace = ? ORDER BY id", [self._namespace])
 
     def longest(self, keys: Sequence[str], accept: Filter) -> int:
         """Length of the longest prefix of ``keys`` with which an accepted context begins."""
-        if not (path := self._tree.follow([bytes.fromhex(key) for key in keys])):
+        if not (path := self._follow([bytes.fromhex(key) for key in keys])):
             return 0
         # Pages that all contexts in a branch share with ``keys``, as far as they go. A branch is
         # made after its parent.
         shared: dict[int, int] = {}
-        statement = "SELECT id, parent, start FROM branches ORDER BY id"
-        for branch, parent, start in self._tree.read(statement):
+        for branch, parent, start in self._read(
+            "SELECT id, parent, start FROM branches ORDER BY id"
+        ):
             shared[branch] = path.get(branch, min(start, shared.get(parent, 0)))
-        rows = self._tree.read(
+        rows = self._read(
             "SELECT branch, num_pages, attributes FROM contexts WHERE namespace = ? ORDER BY id",
-            [self._namespace.key_bytes],
+            [self._namespace],
         )
         found: list[tuple[int, str]] = [
             (min(pages, shared.get(branch, 0)), text) for branch, pages, text in rows
@@ -114,15 +203,102 @@ class Contexts:
 
     def remove(self, number: int) -> bool:
         """Remove a context; its pages stay. Returns whether it was there."""
-        with self._tree.transaction():
-            return self._tree.remove(number)
+        with self._transaction():
+            return self._remove(number)
 
-    def close(self) -> None:
-        """Let go of the file."""
-        self._tree.close()
+    def forget_absent(self, stored: Stored) -> None:
+        """Remove the contexts, of all namespaces, of which no page is stored."""
+        with self._transaction("DEFERRED"):
+            if not self._absent(stored):
+                return
+        with self._transaction():
+            # Once more: a context may have been stored again meanwhile.
+            for number in self._absent(stored):
+                self._remove(number)
+
+    def _absent(self, stored: Stored) -> list[int]:
+        """Numbers of the contexts of which no page is stored."""
+        #: Pages of a prefix that ends with the first page that is stored, by namespace and branch.
+        first: dict[tuple[bytes, int], float] = {}
+        for namespace, branch, parent, start in self._read(_BRANCHES_IN_USE):
+            found = first.get((namespace, parent), math.inf)
+            if found > start:
+                found = start + self._first_of(branch, partial(stored, namespace))
+            first[namespace, branch] = found
+        rows = self._read("SELECT id, namespace, branch, num_pages FROM contexts")
+        return [x for x, *place, pages in rows if first.get(tuple(place), math.inf) > pages]
+
+    def _first_of(self, branch: int, stored: Callable[[Sequence[bytes]], list[bool]]) -> float:
+        """Keys of a branch up to the first that is stored; infinite if none is."""
+        ((first, blob),) = self._read("SELECT first, keys FROM branches WHERE id = ?", [branch])
+        if stored([first]) == [True]:  # The first page of a prefix is the last to leave.
+            return 1
+        keys = _split(blob, len(first))
+        for start in range(1, len(keys), _BATCH):
+            if True in (found := stored(keys[start : start + _BATCH])):
+                return start + found.index(True) + 1
+        return math.inf
+
+    def _follow(self, keys: Sequence[bytes]) -> dict[int, int]:
+        """The branches that keys lead through, in order, and how many of the keys each ends."""
+        path: dict[int, int] = {}
+        length = 0
+        while length < len(keys):
+            statement = "SELECT id, keys FROM branches WHERE first = ?"
+            if not (rows := self._read(statement, [keys[length]])):
+                break
+            branch = _split(rows[0][1], len(keys[length]))
+            pairs = zip(branch, keys[length:], strict=False)
+            length += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            path[rows[0][0]] = length
+        return path
+
+    def _extend(self, keys: Sequence[bytes]) -> int:
+        """The branch in which keys end; it is made if need be. Inside of a transaction."""
+        path = self._follow(keys)
+        parent, known = next(reversed(path.items())) if path else (None, 0)
+        more, run = b"".join(keys[known:]), self._database.execute
+        if parent is not None and not more:
+            return parent
+        # So a conversation that grows stays one branch.
+        longer = run(
+            "UPDATE branches SET keys = CAST(keys || ? AS BLOB) "
+            "WHERE id = ? AND start + length(keys) / length(first) = ?",
+            [more, parent, known],
+        )
+        if parent is not None and longer.rowcount:
+            return parent
+        made = run(
+            "INSERT INTO branches (parent, start, first, keys) VALUES (?, ?, ?, ?)",
+            [parent, known, keys[known], more],
+        )
+        return int(made.lastrowid or 0)
+
+    def _remove(self, number: int) -> bool:
+        """Remove a context, and keys that no other has. Inside of a transaction."""
+        found = self._read("SELECT branch FROM contexts WHERE id = ?", [number])
+        self._database.execute("DELETE FROM contexts WHERE id = ?", [number])
+        branch = found[0][0] if found else None
+        while branch is not None:
+            ((parent, start, needed),) = self._read(
+                "SELECT parent, start, max("
+                "coalesce((SELECT max(num_pages) FROM contexts WHERE branch = here.id), 0), "
+                "coalesce((SELECT max(start) FROM branches WHERE parent = here.id), 0)) "
+                "FROM branches AS here WHERE id = ?",
+                [branch],
+            )
+            if needed > start:
+                self._database.execute(
+                    "UPDATE branches SET keys = substr(keys, 1, ? * length(first)) WHERE id = ?",
+                    [needed - start, branch],
+                )
+                break
+            self._database.execute("DELETE FROM branches WHERE id = ?", [branch])
+            branch = parent
+        return bool(found)
 
     def _select(self, rule: str, values: Sequence[object]) -> list[Context]:
-        rows = self._tree.read(
+        rows = self._read(
             f"SELECT id, num_tokens, attributes, created FROM contexts WHERE {rule}", values
         )
         return [
@@ -131,9 +307,34 @@ class Contexts:
         ]
 
     def _parse(self, text: str) -> dict[str, Any]:
-        with self._tree.named_errors():
+        with self._named_errors():
             attributes: dict[str, Any] = json.loads(text)
             return attributes
+
+    def _read(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with self._named_errors(), self._lock:
+            return self._database.execute(statement, values).fetchall()
+
+    @contextlib.contextmanager
+    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
+        """All changes inside, or none if an exception leaves the context; "DEFERRED" to read."""
+        with self._named_errors(), self._lock, transaction(self._database, kind):
+            yield
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Errors of SQLite and of JSON become ours, with the file."""
+        try:
+            yield
+        except (sqlite3.Error, json.JSONDecodeError) as error:
+            raise HiSparseError(
+                f"{str(self._path)!r}: {one_line(error)}; expected contexts of a store, {_NO_FILE}"
+            ) from None
+
+
+def _split(keys: bytes, width: int) -> list[bytes]:
+    """The keys that lie one after the other, ``width`` bytes each."""
+    return [keys[i : i + width] for i in range(0, len(keys), width)]
 
 
 def _attributes_text(attributes: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from typing import Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.private_files import NotPrivateError, PrivateFolder, lock_holder
-from hisparse.storage.context_tree import contexts_path
+from hisparse.storage.contexts import contexts_path
 from hisparse.storage.index import Index
 from hisparse.storage.namespace import BLOCK_BYTES
 from hisparse.storage.schema import is_refusal
@@ -36,7 +36,7 @@ _MAX_WAIT_S: Final = 0.05
 #: Pages of one transaction while an index is rebuilt.
 _BATCH: Final = 2_000
 #: Seconds after which a process says that it waits for another, and after which it gives up. The
-#: other reads the header of every page if the index is lost: 2,600 to 6,800 pages a second.
+#: other reads the header of every page if the index is lost: 10,000 and more pages a second.
 _SAY_S: Final = 2.0
 _GIVE_UP_S: Final = 1800.0
 #: Files that only this user can open and lock.
@@ -87,12 +87,7 @@ class Folder:
             raise HiSparseError(f"store {quoted(str(path))}: {reason}") from None
 
     def _open_folders(self) -> None:
-        """Open or make the folders and the file that processes lock.
-
-        Raises:
-            NotPrivateError: others can write there, or it is a folder with other files.
-            OSError: the system refuses.
-        """
+        """Open or make the folders and the file that processes lock."""
         pages = self.path / "segments"
         new = [each for each in pages.parents if not each.exists()]
         self._private = PrivateFolder(self.path, or_roots=True)
@@ -130,12 +125,7 @@ class Folder:
         return any(map(SEGMENT_NAME.fullmatch, names)) or any(x.exists() for x in files)
 
     def open_index(self) -> Index:
-        """The index once more, for a thread that keeps it busy.
-
-        Raises:
-            OSError: another took its place.
-            sqlite3.Error: SQLite cannot open it.
-        """
+        """The index once more, for a thread that keeps it busy."""
         index = Index(self._file)
         try:
             self.check_index()
@@ -145,11 +135,8 @@ class Folder:
         return index
 
     def check_index(self) -> None:
-        """Check that the index is still the file of the folder: this process alone may know what
-        it says. Otherwise nothing is written from now on.
-
-        Raises:
-            OSError: it was deleted, or another took its place.
+        """Raise ``OSError`` unless the index is still the file of the folder: only this process may
+        know what it says. Nothing is then written from now on.
         """
         with contextlib.suppress(FileNotFoundError):
             opened = self.index.opened
@@ -210,14 +197,7 @@ class Folder:
         self._unlock()
 
     def _lock_shared(self, until: float) -> None:
-        """Lock the folder beside others, once none of them is making the index.
-
-        Args:
-            until: when to give up, by ``time.monotonic``.
-
-        Raises:
-            TimeoutError: another process has kept it locked.
-        """
+        """Lock the folder beside others, once none of them is making the index."""
         start, told = time.monotonic(), False
         while True:
             with contextlib.suppress(BlockingIOError):
@@ -226,10 +206,9 @@ class Folder:
             now = time.monotonic()
             if now > start + _SAY_S and not told:
                 told = True
-                holder, left = lock_holder(self._lock), until - now
                 logger.warning(
                     "store %s: waiting for %s, which makes the index, for at most %.0f s more",
-                    self.path, holder, left,
+                    self.path, lock_holder(self._lock), until - now,
                 )  # fmt: skip
             if now > until:
                 raise TimeoutError(
@@ -265,8 +244,7 @@ class Folder:
     def _checked_index(self) -> Index:
         """The index as it is, or an empty one if it is absent or damaged.
 
-        Raises:
-            OSError, sqlite3.Error: the system refuses; an index that is there stays.
+        An index stays where the system refuses to read it.
         """
         if self._file.exists():
             try:
@@ -306,9 +284,10 @@ class Folder:
 
     def num_bytes(self, index: Index) -> int:
         """Bytes of what has to fit the size of the store: its segments, and contexts."""
+        num_bytes = sum(index.ends().values())
         with contextlib.suppress(FileNotFoundError):
-            return index.num_bytes() + os.stat(contexts_path(self.path)).st_size
-        return index.num_bytes()
+            num_bytes += os.stat(contexts_path(self.path)).st_size
+        return num_bytes
 
     def read_on(self, index: Index, *, alone: bool = False) -> bool:
         """Make an index agree with the segments: add what it lacks, drop what is not there.
@@ -323,9 +302,6 @@ class Folder:
 
         Returns:
             Whether the index has what all segments have.
-
-        Raises:
-            sqlite3.Error: SQLite cannot do it.
         """
         # In this order, since others may append between the two.
         known = index.ends()
@@ -337,8 +313,7 @@ class Folder:
             if size <= max(known.get(number, 0), self._read.get(number, 0)):
                 continue
             try:
-                name, files = self.segments.path(number).name, self.segments.folder
-                with nullcontext(True) if alone else locked(files, name) as free:
+                with nullcontext(True) if alone else self.segments.locked(number) as free:
                     if free:
                         self.read_segment(index, number)
                     is_whole = is_whole and free
@@ -374,12 +349,7 @@ class Folder:
                 )  # fmt: skip
 
     def read_segment(self, index: Index, number: int) -> None:
-        """Add the records of a segment that are beyond its end in the index.
-
-        Raises:
-            OSError: the system refuses.
-            sqlite3.Error: SQLite cannot do it.
-        """
+        """Add the records of a segment that are beyond its end in the index."""
         segment = self.segments.open(number)
         size, start = segment.num_bytes, max(index.ends().get(number, 0), self._read.get(number, 0))
         if size > start:

@@ -8,48 +8,49 @@ import math
 import os
 import sqlite3
 import threading
+import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hisparse.storage.namespace import Header, Namespace, key_bytes, record_bytes
-from hisparse.storage.prefix import PrefixSearch
+from hisparse.storage.namespace import Header, Namespace, joined_keys, key_bytes, record_bytes
 from hisparse.storage.report import NamespaceUse
 from hisparse.storage.schema import (
     COLUMNS,
     DISAGREEMENT,
     INSERT,
-    OR_REPLACE,
     ORDERS,
+    RUN,
     SCHEMA,
     TABLES,
+    connect,
+    copy_database,
     is_refusal,
     transaction,
 )
 from hisparse.storage.segments import RecordPlace
-from hisparse.storage.uses import RecentUses
 
 #: Keys of one statement; SQLite's own limit is higher.
 _BATCH: Final = 500
-#: Seconds to wait for other processes.
-_WAIT_S: Final = 10.0
+#: Records that one statement looks for behind the first of a prefix: the fewest, and the most.
+_FEW, _MANY = 64, 8192
+#: Shorter runs of wanted pages are not worth their statement.
+_SHORT: Final = 16
+#: Reads, and seconds, after which they are to be written.
+_MOST_USES: Final = 1024
+_USES_PERIOD_S: Final = 10.0
+_THIS_RECORD: Final = "namespace = ? AND key = ? AND segment = ? AND offset = ?"
 
 
 class Row(NamedTuple):
-    """A page in the index.
-
-    Attributes:
-        namespace: number of its namespace.
-        key: its key.
-        place: where its record is.
-        num_bytes: bytes of the record.
-        used: when it was last written or read, seconds since 1970.
-    """
+    """A page in the index: number of its namespace, key, and place and bytes of its record."""
 
     namespace: int
     key: bytes
     place: RecordPlace
     num_bytes: int
+    #: When it was last written or read, seconds since 1970.
     used: int
 
 
@@ -73,40 +74,32 @@ class Index:
     def __init__(
         self, file: Path | None, *, create: bool = False, source: Path | None = None
     ) -> None:
-        self._lock, self._uses = threading.RLock(), RecentUses()
+        self._lock = threading.RLock()
+        #: Pages that were read and are not written yet: the last second, and the number of times.
+        self._uses: dict[tuple[int, bytes], tuple[int, int]] = {}
+        self._uses_lock, self._uses_due_at = threading.Lock(), 0.0
         #: The thread with a transaction.
         self._writer: int | None = None
-        self._ids: dict[str, int] = {}
         if file is not None and create:
             file.touch()
         self.opened = None if file is None else os.stat(file)
-        self._database = self._reads = self._connect(file)
+        self._database = self._reads = connect(file)
         self._reads_lock = self._lock
         try:
-            # The file survives a loss of power, though not its last transactions.
             self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = NORMAL")
             if create:
                 self._database.executescript(SCHEMA)
             if source:
-                name = f"{source.as_uri()}?mode=ro&immutable=1"
-                with contextlib.closing(sqlite3.connect(name, uri=True)) as database:
-                    database.backup(self._database)
+                copy_database(source, self._database)
             if file is not None:
                 # Look-ups of their own connection wait for no writer.
-                self._reads, self._reads_lock = self._connect(file), threading.RLock()
+                self._reads, self._reads_lock = connect(file), threading.RLock()
                 if self.opened and not os.path.samestat(os.stat(file), self.opened):
                     self._reads.close()
                     raise OSError(errno.ESTALE, "the index was replaced while it was opened")
         except (OSError, sqlite3.Error):
             self._database.close()
             raise
-
-    @staticmethod
-    def _connect(file: Path | None) -> sqlite3.Connection:
-        return sqlite3.connect(
-            file or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
-        )
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -134,12 +127,9 @@ class Index:
             with contextlib.closing(Index(None, create=True)) as other:
                 if self._all(TABLES) != other._all(TABLES):
                     return False
-            if self._all("PRAGMA integrity_check(1)") != [("ok",)]:
-                return False
-            if self._all(DISAGREEMENT) != [(0,)]:
-                return False
             self.namespaces()
-            return True
+            is_sound = self._all("PRAGMA integrity_check(1)") == [("ok",)]
+            return is_sound and self._all(DISAGREEMENT) == [(0,)]
         except (sqlite3.Error, ValueError) as error:  # Also text, and messages, that are not UTF-8.
             if is_refusal(error):
                 raise
@@ -152,11 +142,8 @@ class Index:
         return False
 
     def set_ready(self) -> None:
-        """Note that all segments are in the index, for a process that finds it half done.
-
-        It is noted after all was committed, while no other process changes the index. So an index
-        that is ready was whole; one whose process ended before this is read once more.
-        """
+        """Note that all segments are in the index, for a process that finds it half done."""
+        # After all was committed, and while no other process changes the index.
         if not self.is_ready():
             self._database.execute("PRAGMA user_version = 1")
 
@@ -170,28 +157,11 @@ class Index:
 
     def namespace_id(self, namespace: Namespace) -> int | None:
         """Number of a namespace, or None if no page of it was stored."""
-        if (known := self._ids.get(namespace.text)) is not None:
-            return known
         found = self._all("SELECT id FROM namespaces WHERE text = ?", [namespace.text])
-        if not found:
-            return None
-        if self._writer != threading.get_ident():  # A transaction may fail.
-            self._ids[namespace.text] = found[0][0]
-        return int(found[0][0])
-
-    def _make_namespace_id(self, namespace: Namespace) -> int:
-        """Number of a namespace that is to be there; inside of a transaction."""
-        if (found := self.namespace_id(namespace)) is not None:
-            return found
-        self._database.execute("INSERT INTO namespaces (text) VALUES (?)", [namespace.text])
-        return int(self._all("SELECT last_insert_rowid()")[0][0])
+        return found[0][0] if found else None
 
     def namespaces(self) -> dict[int, Namespace]:
-        """Every namespace by its number.
-
-        Raises:
-            ConfigError: the text of one is damaged.
-        """
+        """Every namespace by its number."""
         rows = self._all("SELECT id, text FROM namespaces")
         return {number: Namespace.parse(text) for number, text in rows}
 
@@ -223,23 +193,51 @@ class Index:
         return [found.get(key) for key in keys]
 
     def find_prefix(self, namespace: Namespace, keys: Sequence[str], used_since: float) -> int:
-        """How many pages are there and used since then, up to the first that is not."""
+        """How many pages are there and used since then, up to the first that is not.
+
+        Pages of a prompt are written one after the other, so most lie side by side in a segment:
+        one statement reads the keys that follow a page there. Where such runs are short, pages are
+        looked up by their keys. A binary search would be wrong: a page can be absent while later
+        ones are there, because it was evicted before them, refused or dropped as damaged.
+        """
         if (number := self.namespace_id(namespace)) is None:
             return 0
-        size, found = record_bytes(namespace.page_bytes), 0
-        search = PrefixSearch(self._all, number, size, used_since)
-        while (found := search.end(keys, found)) < len(keys) and used_since:
-            (row,) = self.find(namespace, [key_bytes(keys[found])])
-            if row is None or row.used < used_since:
-                break
-            found += 1  # It was read since, which is not written yet.
+        found, window = 0, _FEW
+        # When a page was used is not in the order of places.
+        scattered = bool(used_since)
+        while found < len(keys):
+            part = keys[found : found + (_BATCH if scattered else window)]
+            if scattered or len(set(map(len, part))) > 1:
+                rows = self.find(namespace, [key_bytes(key) for key in part])
+                is_there = [row is not None and row.used >= used_since for row in rows]
+                run = [*is_there, False].index(False)
+                if run < len(part):
+                    return found + run
+                scattered = bool(used_since)
+            else:
+                run = self._run(number, part, record_bytes(namespace.page_bytes))
+                if not run:
+                    return found
+                scattered = run < min(_SHORT, len(part))
+                window = min(2 * window if run == len(part) else max(2 * run, _FEW), _MANY)
+            found += run
         return found
+
+    def _run(self, number: int, keys: Sequence[str], num_bytes: int) -> int:
+        """How many of ``keys``, of one length, have records of ``num_bytes`` side by side."""
+        wanted, width = joined_keys(keys), len(keys[0]) // 2
+        values = [number, wanted[:width], len(keys) * num_bytes, number, width]
+        stored: bytes = self._all(RUN, values)[0][0] or b""
+        if stored.startswith(wanted):
+            return len(keys)
+        ends = range(width, len(wanted) + 1, width)
+        return bisect_left(ends, True, key=lambda end: not stored.startswith(wanted[:end]))
 
     def _pages(self, rule: str, values: Sequence[object]) -> list[Row]:
         rows = self._all(f"SELECT {COLUMNS}, used FROM pages WHERE {rule}", values)
-        last = self._uses.last
+        uses = self._uses
         return [
-            Row(ns, key, RecordPlace(*place), size, max(used, last((ns, key))))
+            Row(ns, key, RecordPlace(*place), size, max(used, uses.get((ns, key), (0, 0))[0]))
             for ns, key, *place, size, used in rows
         ]
 
@@ -247,45 +245,45 @@ class Index:
         self, namespace: Namespace, key: bytes, place: RecordPlace, num_bytes: int, now: float
     ) -> bool:
         """Add a page that was just written; False if there is one already."""
-        with self.transaction() as database:
+        with self.transaction():
             if self.find(namespace, [key]) != [None]:
                 return False
-            number = self._make_namespace_id(namespace)
-            self._extend(place.segment, place.offset + num_bytes)
-            database.execute(INSERT, [number, key, *place, num_bytes, now, int(now)])
+            self._insert(namespace, key, place, num_bytes, now)
             return True
 
     def recover(self, segment: int, pages: Iterable[tuple[int, Header]]) -> None:
         """Add pages that a segment has, by their offsets; of two with one key the newer stays."""
-        with self.transaction() as database:
+        with self.transaction():
             for offset, header in pages:
-                self._extend(segment, offset + header.num_bytes)
-                number, written = self._make_namespace_id(header.namespace), header.written
-                values = [number, header.key, segment, offset, header.num_bytes]
-                database.execute(INSERT + OR_REPLACE, [*values, written, int(written)])
+                place = RecordPlace(segment, offset)
+                self._insert(header.namespace, header.key, place, header.num_bytes, header.written)
+
+    def _insert(
+        self, namespace: Namespace, key: bytes, place: RecordPlace, num_bytes: int, written: float
+    ) -> None:
+        insert, text = self._database.execute, namespace.text
+        insert("INSERT OR IGNORE INTO namespaces (text) VALUES (?)", [text])
+        self._extend(place.segment, place.offset + num_bytes)
+        insert(INSERT, [text, key, *place, num_bytes, written, int(written)])
 
     def move(self, row: Row, place: RecordPlace) -> None:
         """Set the place of a page that was copied, unless it was dropped meanwhile."""
         with self.transaction() as database:
             self._extend(place.segment, place.offset + row.num_bytes)
-            database.execute(
-                "UPDATE pages SET segment = ?, offset = ? "
-                "WHERE namespace = ? AND key = ? AND segment = ? AND offset = ?",
-                [*place, row.namespace, row.key, *row.place],
-            )
+            change = f"UPDATE pages SET segment = ?, offset = ? WHERE {_THIS_RECORD}"
+            database.execute(change, [*place, row.namespace, row.key, *row.place])
 
     def drop(self, row: Row) -> bool:
         """Drop a page if it is still at this place. Returns whether it was."""
         with self.transaction() as database:
-            rule = "namespace = ? AND key = ? AND segment = ? AND offset = ?"
             values = [row.namespace, row.key, *row.place]
-            return bool(database.execute(f"DELETE FROM pages WHERE {rule}", values).rowcount)
+            found = database.execute(f"DELETE FROM pages WHERE {_THIS_RECORD}", values)
+            return bool(found.rowcount)
 
     def remove(self, number: int | None, keys: Sequence[bytes] | None, used_before: float) -> int:
-        """Drop pages of a namespace, with these keys, and unused since; None: whatever they are.
+        """Drop pages of a namespace (None: all), with these keys (None: all), unused since then.
 
-        Returns:
-            The number of pages.
+        Returns how many.
         """
         self.write_uses()
         if keys is not None:
@@ -310,11 +308,7 @@ class Index:
             return database.executemany(f"DELETE FROM pages WHERE {rule}", rows).rowcount
 
     def evict(self, policy: str, num_bytes: int, spared: Sequence[int]) -> int:
-        """Drop pages of at least ``num_bytes`` bytes by a policy, but none of ``spared`` segments.
-
-        Returns:
-            The number of pages.
-        """
+        """Drop so many bytes of pages, but none of ``spared`` segments. Returns how many pages."""
         self.write_uses()
         marks = ",".join("?" * len(spared))
         victims = []
@@ -336,13 +330,20 @@ class Index:
         """Remember that pages were read. Returns whether it is time to :meth:`write_uses`."""
         if (number := self.namespace_id(namespace)) is None:
             return False
-        return self._uses.add([(number, key) for key in keys], now)
+        with self._uses_lock:
+            for key in keys:
+                times = self._uses.get((number, key), (0, 0))[1]
+                self._uses[number, key] = int(now), times + 1
+            return len(self._uses) > _MOST_USES or time.monotonic() > self._uses_due_at
 
     def write_uses(self) -> None:
         """Write which pages were read."""
-        if not (uses := self._uses.take()):
-            return
+        with self._uses_lock:
+            uses, self._uses = self._uses, {}
+            self._uses_due_at = time.monotonic() + _USES_PERIOD_S
         rows = [(used, times, *page) for page, (used, times) in uses.items()]
+        if not rows:
+            return
         try:
             with self.transaction() as database:
                 database.executemany(
@@ -351,7 +352,8 @@ class Index:
                     rows,
                 )
         except sqlite3.Error:
-            self._uses.give_back(uses)
+            with self._uses_lock:
+                self._uses = uses | self._uses
             raise
 
     # Segments.
@@ -367,10 +369,6 @@ class Index:
         """Bytes and live bytes of each segment by number."""
         rows = self._all("SELECT id, bytes, live FROM segments ORDER BY id")
         return {number: (num_bytes, live) for number, num_bytes, live in rows}
-
-    def num_bytes(self) -> int:
-        """Bytes of all segments."""
-        return int(self._all("SELECT coalesce(sum(bytes), 0) FROM segments")[0][0])
 
     def pages_of(self, segment: int) -> list[Row]:
         """The pages of a segment in the order of their offsets."""

@@ -22,10 +22,11 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Final
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -153,21 +154,14 @@ END_OF_TIME: Final = 1e11
 _CHECKSUM: Final = struct.Struct("<8sQ")
 
 
-@dataclass(frozen=True)
-class Header:
-    """The header of a record.
-
-    Attributes:
-        namespace: of the page.
-        key: of the page.
-        num_bytes: of the record.
-        written: seconds since 1970.
-    """
+class Header(NamedTuple):
+    """The header of a record: its size, when it was written, and checksums of the page's parts."""
 
     namespace: Namespace
     key: bytes
     num_bytes: int
     written: float
+    checksums: tuple[int, ...]
 
 
 def key_bytes(key: str) -> bytes:
@@ -186,9 +180,20 @@ def key_bytes(key: str) -> bytes:
     return found
 
 
-def checksum(part: memoryview) -> int:
-    """xxh3_64 of a part."""
-    return xxhash.xxh3_64_intdigest(part)
+def joined_keys(keys: Sequence[str]) -> bytes:
+    """The bytes of keys of one length, one after the other; see :func:`key_bytes`."""
+    size = len(key_bytes(keys[0]))
+    try:
+        data = bytes.fromhex("".join(keys))
+    except ValueError:
+        data = b""
+    return data if len(data) == size * len(keys) else b"".join(map(key_bytes, keys))
+
+
+def parts_of(page: memoryview, namespace: Namespace) -> Iterator[memoryview]:
+    """The parts of a page, one after the other."""
+    for first, end in pairwise(accumulate(namespace.part_bytes, initial=0)):
+        yield page[first:end]
 
 
 def record_bytes(page_bytes: int) -> int:
@@ -196,9 +201,10 @@ def record_bytes(page_bytes: int) -> int:
     return BLOCK_BYTES * (1 + -(-page_bytes // BLOCK_BYTES))
 
 
-def make_header(namespace: Namespace, key: bytes, checksums: Sequence[int], now: float) -> bytes:
+def make_header(namespace: Namespace, key: bytes, page: memoryview, now: float) -> bytes:
     """The header of a record that is written at the time ``now``."""
-    text, count = namespace.text.encode(), len(checksums)
+    text, count = namespace.text.encode(), len(namespace.part_bytes)
+    checksums = map(xxhash.xxh3_64_intdigest, parts_of(page, namespace))
     fixed = _FIXED.pack(
         _MAGIC, 0, namespace.key_bytes, record_bytes(namespace.page_bytes), now,
         count, len(key), len(text),
@@ -220,31 +226,28 @@ def _is_whole(block: bytes | bytearray | memoryview) -> bool:
     )
 
 
-def checksums_in(
-    block: bytes | bytearray | memoryview, namespace: Namespace, key: bytes
-) -> tuple[int, ...] | None:
-    """The checksums of the parts, or None if the block is not the header of this page."""
-    if not _is_whole(block):
-        return None
-    _, _, namespace_key, _, _, count, key_size, _ = _FIXED.unpack_from(block)
-    if namespace_key != namespace.key_bytes or count != len(namespace.part_bytes):
-        return None
-    start = _FIXED.size + 16 * count
-    if bytes(block[start : start + key_size]) != key:
-        return None
-    return struct.unpack_from(f"<{count}Q", block, _FIXED.size + 8 * count)
+#: Records of few namespaces follow each other.
+_parse = lru_cache(64)(Namespace.parse)
 
 
-def read_header(block: bytes) -> Header | None:
+def damaged_part(page: memoryview, header: Header) -> str | None:
+    """Which part of a page is not the one of its header, if any."""
+    for number, part in enumerate(parts_of(page, header.namespace)):
+        if xxhash.xxh3_64_intdigest(part) != header.checksums[number]:
+            return f"checksum of part {number}"
+    return None
+
+
+def read_header(block: bytes | memoryview) -> Header | None:
     """The header in a block of a segment, or None if there is none that can be trusted."""
     if not _is_whole(block):
         return None
     _, _, namespace_key, num_bytes, written, count, key_size, text_size = _FIXED.unpack_from(block)
     start = _FIXED.size + 16 * count
-    key = bytes(block[start : start + key_size])
+    rest = bytes(block[start:])
+    key = rest[:key_size]
     try:
-        text = bytes(block[start + key_size :][:text_size]).decode()
-        namespace = Namespace.parse(text)
+        namespace = _parse(rest[key_size:][:text_size].decode())
     except ValueError:  # ConfigError and UnicodeDecodeError are ValueErrors.
         return None
     fits = (
@@ -254,4 +257,7 @@ def read_header(block: bytes) -> Header | None:
         and 0 < len(key) == key_size <= MAX_KEY_BYTES
         and 0 <= written < END_OF_TIME
     )
-    return Header(namespace, key, num_bytes, written) if fits else None
+    if not fits:
+        return None
+    checksums = struct.unpack_from(f"<{count}Q", block, _FIXED.size + 8 * count)
+    return Header(namespace, key, num_bytes, written, checksums)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from hisparse.storage.namespace import Namespace
+
+logger = logging.getLogger(__name__)
 
 _COUNTERS: Final = (
     "hits", "misses", "read_bytes", "puts", "put_bytes", "duplicates", "damaged", "read_errors",
@@ -21,10 +25,10 @@ _QUIET_S: Final = 60.0
 
 
 class StoreCounters:
-    """What :attr:`FileStore.counters` says. Its methods may be called from any thread."""
+    """What :attr:`FileStore.counters` says, and the log. Methods may be called from any thread."""
 
-    def __init__(self) -> None:
-        self._counts, self._lock = Counter[str](), threading.Lock()
+    def __init__(self, path: Path) -> None:
+        self._path, self._counts, self._lock = path, Counter[str](), threading.Lock()
         self._log_after: dict[str, float] = {}
 
     def add(self, **more: int) -> None:
@@ -32,14 +36,14 @@ class StoreCounters:
         with self._lock:
             self._counts.update(more)
 
-    def may_log(self, kind: str) -> bool:
-        """Whether a line may be logged: one of each kind a minute; a bad disk fills no log."""
+    def warn(self, kind: str, text: str) -> None:
+        """Log one line of each kind a minute: a bad disk fills no log."""
         with self._lock:
             now = time.monotonic()
             if now < self._log_after.get(kind, now):
-                return False
+                return
             self._log_after[kind] = now + _QUIET_S
-            return True
+        logger.warning("store %s: %s", self._path, text)
 
     def all(self) -> dict[str, int]:
         """Every counter by name."""
@@ -49,69 +53,46 @@ class StoreCounters:
 
 @dataclass(frozen=True, kw_only=True)
 class NamespaceUse:
-    """What a store holds of one namespace.
-
-    Attributes:
-        namespace: the namespace.
-        pages: number of pages.
-        bytes: bytes of their records in the segments.
-        last_used: when a page was last written or read, in seconds since 1970.
-    """
+    """What a store holds of one namespace."""
 
     namespace: Namespace
     pages: int
+    #: Of the pages' records in the segments.
     bytes: int
+    #: When a page was last written or read, in seconds since 1970.
     last_used: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreReport:
-    """What a store holds.
-
-    Attributes:
-        path: the folder.
-        pages: number of pages.
-        live_bytes: bytes of their records.
-        segment_bytes: bytes of all segments, live or not.
-        segments: number of segments.
-        namespaces: by namespace, the most bytes first.
-    """
+    """What the store in the folder ``path`` holds."""
 
     path: str
     pages: int
+    #: Bytes of the pages' records, and of all segments.
     live_bytes: int
     segment_bytes: int
+    #: Number of segments.
     segments: int
+    #: The most bytes first.
     namespaces: tuple[NamespaceUse, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """A record that cannot be read.
-
-    Attributes:
-        segment: name of the file.
-        offset: of the record in the file, in bytes.
-        key: the page's key, hexadecimal.
-        reason: "short", "header", "size", "checksum of part N", "no such segment", "unknown
-            namespace" or the system's error.
-    """
+    """A record that cannot be read: the file, its offset there in bytes, and the page's key."""
 
     segment: str
     offset: int
+    #: Hexadecimal.
     key: str
+    #: "short", "header", "namespace", "checksum of part N", "no such segment", or of the system.
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """What :meth:`FileStore.verify` found.
-
-    Attributes:
-        pages: records read.
-        bytes: their bytes.
-        damaged: records that were dropped from the index.
-    """
+    """The records that :meth:`FileStore.verify` read, their bytes, and those that it dropped."""
 
     pages: int
     bytes: int

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from hisparse.storage.namespace import BLOCK_BYTES, END_OF_TIME
+
+#: Seconds to wait for other processes.
+_WAIT_S: Final = 10.0
 
 #: What tables there are: an index with others is made anew.
 TABLES: Final = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
@@ -50,15 +54,22 @@ COMMIT;
 
 #: Where a page is.
 COLUMNS: Final = "namespace, key, segment, offset, bytes"
-INSERT: Final = (
-    f"INSERT INTO pages ({COLUMNS}, written, used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, 1)"
-)
-#: Of two records the newer stays.
-OR_REPLACE: Final = (
-    " ON CONFLICT (namespace, key) DO UPDATE SET segment = excluded.segment, "
-    "offset = excluded.offset, bytes = excluded.bytes, written = excluded.written "
-    "WHERE excluded.written > pages.written"
-)
+#: Of two records with one key the newer stays.
+INSERT: Final = f"""
+INSERT INTO pages ({COLUMNS}, written, used, uses)
+VALUES ((SELECT id FROM namespaces WHERE text = ?), ?, ?, ?, ?, ?, ?, 1)
+ON CONFLICT (namespace, key) DO UPDATE SET segment = excluded.segment, offset = excluded.offset,
+    bytes = excluded.bytes, written = excluded.written WHERE excluded.written > pages.written
+"""
+#: Keys of one length that lie in a segment from one of them on, joined; None if it is absent.
+RUN: Final = """
+WITH first AS (SELECT segment, offset FROM pages WHERE namespace = ? AND key = ?)
+SELECT CAST(group_concat(page.key, '') AS BLOB)
+FROM first CROSS JOIN pages AS page INDEXED BY pages_by_segment
+WHERE page.segment = first.segment
+    AND page.offset >= first.offset AND page.offset < first.offset + ?
+    AND page.namespace = ? AND length(page.key) = ?
+"""
 #: Among pages used in the same second those written last leave first: the end of a prefix.
 ORDERS: Final = {
     "lru": "used, written DESC",
@@ -100,6 +111,29 @@ _REFUSALS: Final = (
     "locking protocol",
     "unable to open database file",
 )
+
+
+def connect(file: Path | None) -> sqlite3.Connection:
+    """Open a database for all threads; None: a new one in memory.
+
+    It survives a loss of power, though not its last transactions.
+    """
+    database = sqlite3.connect(
+        file or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+    )
+    try:
+        database.execute("PRAGMA synchronous = NORMAL")
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database
+
+
+def copy_database(source: Path, database: sqlite3.Connection) -> None:
+    """Copy a database that cannot be written."""
+    name = f"{source.as_uri()}?mode=ro&immutable=1"
+    with contextlib.closing(sqlite3.connect(name, uri=True)) as found:
+        found.backup(database)
 
 
 @contextlib.contextmanager

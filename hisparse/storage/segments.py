@@ -43,23 +43,15 @@ def transfer(
 ) -> int:
     """Call ``os.preadv`` or ``os.pwritev`` until all views are done, or the file ends.
 
-    Returns:
-        The bytes done.
-
-    Raises:
-        OSError: the system refuses.
+    Returns the bytes done.
     """
-    total = call(fd, views, offset)
-    if total == sum(map(len, views)):
-        return total
-    left, done = list(views), total
-    while left and done:
+    left, total = list(views), 0
+    while left and (done := call(fd, left, offset + total)):
+        total += done
         while left and done >= len(left[0]):
             done -= len(left.pop(0))
         if done:
             left[0] = left[0][done:]
-        done = call(fd, left, offset + total) if left else 0
-        total += done
     return total
 
 
@@ -82,21 +74,11 @@ class OpenSegment:
         return os.fstat(self._fd).st_size
 
     def read(self, views: Sequence[memoryview], offset: int) -> int:
-        """Fill views with the bytes from ``offset`` on.
-
-        Returns:
-            The bytes read, fewer than asked for at the end of the file.
-
-        Raises:
-            OSError: the system refuses.
-        """
+        """Fill views from ``offset`` on. Returns the bytes read, fewer at the end of the file."""
         return transfer(os.preadv, self._fd, views, offset)
 
     def headers(self, start: int) -> Iterator[tuple[int, Header]]:
-        """Offset and header of each whole record from the block at ``start`` on.
-
-        Damage is skipped.
-        """
+        """Offset and header of each whole record from the block at ``start`` on."""
         size, offset = self.num_bytes, start - start % BLOCK_BYTES
         while offset + BLOCK_BYTES <= size:
             header = read_header(os.pread(self._fd, BLOCK_BYTES, offset))
@@ -108,11 +90,7 @@ class OpenSegment:
 
 
 class Segments:
-    """The segments of a folder. Its methods may be called from any thread.
-
-    Args:
-        folder: of the files.
-    """
+    """The segments of a folder. Its methods may be called from any thread."""
 
     def __init__(self, folder: PrivateFolder) -> None:
         self.folder = folder
@@ -143,15 +121,7 @@ class Segments:
         return dict(sorted(found.values()))
 
     def open(self, segment: int, *, fresh: bool = False) -> OpenSegment:
-        """Open a segment, or find it open.
-
-        Args:
-            segment: its number.
-            fresh: open the file again also if it is open.
-
-        Raises:
-            OSError: it cannot be opened; FileNotFoundError: it was deleted.
-        """
+        """Open a segment, or find it open; ``fresh``: open the file again also then."""
         with self._lock:
             if (found := None if fresh else self._open.get(segment)) is None:
                 found = self._open[segment] = OpenSegment(self.folder, self.path(segment).name)
@@ -160,29 +130,21 @@ class Segments:
                 self._open.popitem(last=False)
             return found
 
+    def locked(self, segment: int) -> contextlib.AbstractContextManager[bool]:
+        """A context that is True if no process is writing the segment; none does inside."""
+        return locked(self.folder, self.path(segment).name)
+
     def busy(self) -> list[int]:
         """The segments that a process is writing."""
         found = []
         for segment in self.sizes():
-            with locked(self.folder, self.path(segment).name) as free:
+            with self.locked(segment) as free:
                 if not free:
                     found.append(segment)
         return found
 
-    def size(self, segment: int) -> int:
-        """Bytes of a file.
-
-        Raises:
-            OSError: the system refuses; FileNotFoundError: it was deleted.
-        """
-        return os.lstat(self.path(segment).name, dir_fd=self.folder.fd).st_size
-
     def truncate(self, segment: int, num_bytes: int) -> None:
-        """Cut or extend a file.
-
-        Raises:
-            OSError: the system refuses.
-        """
+        """Cut or extend a file."""
         fd = self.folder.open(self.path(segment).name, os.O_WRONLY)
         try:
             os.ftruncate(fd, num_bytes)
@@ -190,11 +152,7 @@ class Segments:
             os.close(fd)
 
     def delete(self, segment: int) -> None:
-        """Delete a file. Whoever reads it can read on.
-
-        Raises:
-            OSError: the system refuses.
-        """
+        """Delete a file. Whoever reads it can read on."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(segment).name, dir_fd=self.folder.fd)
         with self._lock:
@@ -264,14 +222,9 @@ class SegmentWriter:
         return self._next.offset >= self._segment_bytes
 
     def append(self, views: Sequence[memoryview], *, adopt: bool) -> RecordPlace:
-        """Append a record; nothing is left of it if that fails.
+        """Append a record, which is padded to whole blocks; nothing is left of it if that fails.
 
-        Args:
-            views: the record, without the padding to whole blocks.
-            adopt: whether to go on with a segment that another process left unfilled.
-
-        Raises:
-            OSError: the system refuses, such as for a full disk.
+        ``adopt``: go on with a segment that another process left unfilled, if there is one.
         """
         if self.is_full:
             self.seal()
@@ -307,8 +260,7 @@ class SegmentWriter:
     def flush(self) -> None:
         """Write to the disk what was appended; others may append meanwhile.
 
-        Raises:
-            OSError: the disk refuses; the next flush tries again.
+        If the disk refuses, the next flush tries again.
         """
         # A second caller waits for the first, whose files may hold what it appended.
         with self._flushing:
@@ -341,39 +293,32 @@ class SegmentWriter:
             os.close(fd)
 
     def close(self) -> None:
-        """Seal and flush.
-
-        Raises:
-            OSError: the disk refuses.
-        """
+        """Seal and flush."""
         self.seal()
         self.flush()
 
     def _begin(self, adopt: bool) -> int:
         """Open and lock the segment that the next record goes to."""
         for segment, end in reversed(list(self._ends().items()) if adopt else []):
-            if end < self._segment_bytes and self._take(segment, 0) is not None:
-                break
+            if self._fd is None and end < self._segment_bytes:
+                with contextlib.suppress(FileNotFoundError, NotPrivateError):
+                    self._take(segment, 0)
         while self._fd is None:
             # Two processes may have the same time: the later tries again.
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(FileExistsError, FileNotFoundError, NotPrivateError):
                 self._take(time.time_ns(), os.O_CREAT | os.O_EXCL)
         return self._fd
 
-    def _take(self, segment: int, flags: int) -> int | None:
+    def _take(self, segment: int, flags: int) -> None:
+        """Go on with a segment, unless a process is writing it or its end is not the index's."""
         folder, name = self._segments.folder, self._segments.path(segment).name
-        try:
-            fd = folder.open(name, os.O_WRONLY | flags)
-        except (FileNotFoundError, NotPrivateError):
-            return None
+        fd = folder.open(name, os.O_WRONLY | flags)
         try:
             end = self._ends().get(segment, 0)
             # More bytes are pages that the index lacks, or half a record, which a killed writer
             # left and whose header would hide what is appended after it.
             if _lock(fd, folder, name) and os.fstat(fd).st_size == end:
                 self._fd, self._next = fd, RecordPlace(segment, end)
-                return fd
         finally:
             if self._fd != fd:
                 os.close(fd)
-        return None

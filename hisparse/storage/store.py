@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
-from hisparse.storage.collect import MIN_LIVE_RATIO, Collector
+from hisparse.storage.collect import (
+    HIGH_WATER,
+    LOW_WATER,
+    MIN_LIVE_RATIO,
+    Collector,
+    StoreLimits,
+)
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
-from hisparse.storage.limits import StoreLimits
-from hisparse.storage.namespace import Namespace, checksum, key_bytes, make_header, record_bytes
+from hisparse.storage.namespace import Namespace, key_bytes, make_header, record_bytes
 from hisparse.storage.read import Reader
 from hisparse.storage.report import StoreCounters, StoreReport, VerifyReport
 from hisparse.storage.segments import SegmentWriter
@@ -29,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Bytes that are worth a thread.
 _LEAST_SHARE: Final = 1 << 20
+#: Threads that read one call's pages.
+_THREADS: Final = 2
 
 
 class FileStore(contextlib.AbstractContextManager["FileStore"]):
@@ -54,11 +61,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             exceed it by one record, and a collection by what it copies at once.
         policy: which pages leave first; one of :data:`POLICIES`.
         ttl_s: seconds that an unused page stays; needed by "ttl" and refused by the others.
-        high_water: share of ``size_bytes`` at which eviction begins.
-        low_water: share of ``size_bytes`` at which eviction ends.
         segment_bytes: size at which a segment is closed; None: ``size_bytes`` / 64 within 4 MiB
             and 1 GiB.
-        threads: threads that read one call's pages.
         create: make the folder if it is absent; False: a folder that is no store is an error.
         clock: seconds since 1970; tests set their own.
 
@@ -75,28 +79,24 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         *,
         policy: str = "lru",
         ttl_s: float | None = None,
-        high_water: float = 0.95,
-        low_water: float = 0.85,
         segment_bytes: int | None = None,
-        threads: int = 2,
         create: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        for name, value in (("segment_bytes", segment_bytes), ("threads", threads)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}: got {value}, expected at least 1")
-        self._limits = StoreLimits(size_bytes, policy, ttl_s, high_water, low_water)
+        if segment_bytes is not None and segment_bytes < 1:
+            raise ConfigError(f"segment_bytes: got {segment_bytes}, expected at least 1")
+        self._limits, self._clock = StoreLimits(size_bytes, policy, ttl_s), clock
         self._folder = Folder(Path(path), create=create)
         self._closed = False
-        self._clock, self._threads = clock, threads
-        segment_bytes = segment_bytes or self._limits.default_segment_bytes
+        # So that little space waits in unfinished segments.
+        segment_bytes = segment_bytes or min(max((size_bytes or 2**63) // 64, 4 << 20), 1 << 30)
         self._writer = SegmentWriter(self._folder.segments, segment_bytes, self._folder.index.ends)
-        self._counters = StoreCounters()
+        self._counters = StoreCounters(self._folder.path)
         self._reader = Reader(self._folder, self._counters)
         self._collector = Collector(
             self._folder, self._reader, self._writer, self._limits, self._counters, clock
         )
-        self._pool = ThreadPoolExecutor(max(1, threads - 1), "hisparse-storage")
+        self._pool = ThreadPoolExecutor(_THREADS - 1, "hisparse-storage")
 
     def find(self, namespace: Namespace, keys: Sequence[str]) -> int:
         """Length of the longest prefix of ``keys`` whose pages are all stored.
@@ -146,7 +146,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         views = [_view(buffer, size, writable=True) for buffer in buffers]
         rows = self._find(namespace, [key_bytes(key) for key in keys])
         jobs = [(i, row, views[i]) for i, row in enumerate(rows) if row is not None]
-        each = max(-(-len(jobs) // self._threads), -(-_LEAST_SHARE // size))
+        each = max(-(-len(jobs) // _THREADS), -(-_LEAST_SHARE // size))
         shares = [jobs[i : i + each] for i in range(0, len(jobs), each)]
         others = [self._pool.submit(self._reader.read, namespace, x) for x in shares[1:]]
         done = self._reader.read(namespace, shares[0]) if shares else []
@@ -154,35 +154,36 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         with contextlib.suppress(sqlite3.Error):
             used = [row.key for i in done if (row := rows[i]) is not None]
             if self._folder.index.use(namespace, used, self._clock()):
-                self._write_uses_soon()
+                if self._folder.read_only:
+                    self._folder.index.write_uses()  # To memory.
+                else:
+                    # In another thread: a writer in any process can take its time.
+                    self._collector.run_soon(0)
         found, hits = set(done), len(done)
         self._counters.add(hits=hits, misses=len(keys) - hits, read_bytes=hits * size)
         return [i in found for i in range(len(keys))]
 
-    def put(self, namespace: Namespace, key: str, parts: Sequence[Buffer]) -> bool:
+    def put(self, namespace: Namespace, key: str, page: Buffer) -> bool:
         """Store a page.
 
         Args:
             namespace: of the page.
             key: as in :meth:`find`.
-            parts: contiguous buffers of ``namespace.part_bytes`` bytes.
+            page: contiguous, of ``namespace.page_bytes`` bytes: its parts, one after the other.
 
         Returns:
             True if the page was written. False if it was there already, or if the store refused
             it: full, read-only, or an error of the disk; :attr:`counters` says which.
 
         Raises:
-            ConfigError: the key is malformed, or a part has another size.
+            ConfigError: the key is malformed, or the page has another size.
         """
-        page_key, sizes = key_bytes(key), namespace.part_bytes
-        if len(parts) != len(sizes):
-            raise ConfigError(f"got {len(parts)} parts, expected {len(sizes)}")
-        views = [_view(part, size) for part, size in zip(parts, sizes, strict=True)]
+        page_key, view = key_bytes(key), _view(page, namespace.page_bytes)
         if self._closed or self._folder.read_only:
             self._counters.add(refused_read_only=1)
             return False
         try:
-            name = self._put(namespace, page_key, views)
+            name = self._put(namespace, page_key, view)
         except (OSError, sqlite3.Error) as error:
             self._note_error("refused_disk", error)
             if self._folder.read_only:
@@ -243,11 +244,13 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         with self._named_errors():
             return self._reader.verify()
 
-    def collect(self, min_live_ratio: float = MIN_LIVE_RATIO) -> int:
-        """Drop expired pages; at the high-water mark evict to the low one; give space back.
+    def collect(self, min_live_ratio: float = MIN_LIVE_RATIO, size_bytes: int | None = None) -> int:
+        """Drop expired pages; above 95% of the store's size evict to 85%; give space back.
 
-        Segments whose live bytes are below ``min_live_ratio`` of their size are copied together
-        and deleted, but not those that a process is writing.
+        Args:
+            min_live_ratio: segments with a smaller share of live bytes are copied together and
+                deleted, but not those that a process is writing.
+            size_bytes: evict down to this instead; None: to the store's size.
 
         Returns:
             Bytes that were given back to the file system.
@@ -255,7 +258,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         if self._closed or self._folder.read_only:
             return 0
         with self._named_errors():
-            return self._collector.run(min_live_ratio)
+            return self._collector.run(min_live_ratio, size_bytes=size_bytes)
 
     def remove(
         self,
@@ -300,20 +303,18 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Below, a row is where the index says that a page is.
-
     def _find(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Row | None]:
-        """Rows of pages that are stored and not expired."""
+        """Where the index has pages that are not expired."""
+        since = self._limits.used_since(self._clock())
         try:
             rows = [] if self._closed else self._folder.index.find(namespace, keys)
         except sqlite3.Error as error:
             self._note_error("index_errors", error)
             rows = []
-        since = self._limits.used_since(self._clock())
         found = [row if row is None or row.used >= since else None for row in rows]
         return found or [None] * len(keys)
 
-    def _put(self, namespace: Namespace, key: bytes, views: Sequence[memoryview]) -> str:
+    def _put(self, namespace: Namespace, key: bytes, page: memoryview) -> str:
         """Store a page. Returns the name of the counter."""
         index, limits, now = self._folder.index, self._limits, self._clock()
         (row,) = index.find(namespace, [key])
@@ -324,13 +325,13 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         size, used = record_bytes(namespace.page_bytes), self._folder.num_bytes(index)
         most = limits.size_bytes or math.inf
         if used + size > most:
-            if size <= limits.low_water * most:
+            if size <= LOW_WATER * most:
                 self._collector.run_soon(size)
             return "refused_size"
-        header = make_header(namespace, key, [checksum(view) for view in views], now)
+        header = make_header(namespace, key, page, now)
         with self._writer.lock:
             self._folder.check_index()
-            place = self._writer.append([memoryview(header), *views], adopt=True)
+            place = self._writer.append([memoryview(header), page], adopt=True)
             try:
                 added = index.add(namespace, key, place, size, now)
             except sqlite3.Error:
@@ -338,22 +339,14 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
                 raise
             if not added:
                 self._writer.undo(place)
-        if used + size > limits.high_water * most:
+        if used + size > HIGH_WATER * most:
             self._collector.run_soon(0)
         return "puts" if added else "duplicates"
-
-    def _write_uses_soon(self) -> None:
-        if self._folder.read_only:
-            self._folder.index.write_uses()  # To memory.
-        else:
-            # In another thread: a writer in any process can take its time.
-            self._collector.run_soon(0)
 
     def _note_error(self, name: str, error: Exception) -> None:
         """Count an error."""
         self._counters.add(**{name: 1})
-        if self._counters.may_log(name):
-            logger.warning("store %s: %s", self._folder.path, one_line(error))
+        self._counters.warn(name, one_line(error))
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:

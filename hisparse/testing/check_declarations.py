@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any, get_args, get_type_hints
 
@@ -23,8 +23,26 @@ _MEMORIES = ("device", "host")
 
 _SCOPES = get_args(SelectionScope)
 
-#: Class attributes that are True or False.
-_FLAGS = ("variable_lengths", "reads_host_keys", "indexer", "ranks_tail")
+
+def _are_scopes(found: Any) -> bool:
+    return isinstance(found, tuple | list) and bool(found) and all(x in _SCOPES for x in found)
+
+
+def _are_page_sizes(found: Any) -> bool:
+    if not isinstance(found, tuple | list | set | frozenset):
+        return found is None
+    return bool(found) and all(type(size) is int and size > 0 for size in found)
+
+
+#: Class attributes: whether a value is valid, and what was expected in words.
+_ATTRIBUTES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("scopes", _are_scopes, f"a tuple of one or more of {', '.join(_SCOPES)}"),
+    ("page_sizes", _are_page_sizes, "None (any) or a tuple of numbers of tokens"),
+    *(
+        (name, lambda found: isinstance(found, bool), "True or False")
+        for name in ("variable_lengths", "reads_host_keys", "indexer", "ranks_tail")
+    ),
+)
 
 
 def declarations(case: Case) -> None:
@@ -32,7 +50,7 @@ def declarations(case: Case) -> None:
     cls = type(case.make())
     faults = find_class_faults(cls)
     faults += _collect(cls, _query_window_faults(case))
-    if not _collect(cls, _scopes_faults(cls)):
+    if _are_scopes(cls.scopes):
         faults += _collect(cls, _representations_faults(case))
     if faults:
         raise Violation(*faults)
@@ -52,9 +70,7 @@ def find_class_faults(cls: type[BaseSparseAlgorithm]) -> list[str]:
         _dataclass_faults,
         _docstring_faults,
         _methods_faults,
-        _scopes_faults,
-        _page_sizes_faults,
-        _flags_faults,
+        _attributes_faults,
     )
     return [fault for look in looks for fault in _collect(cls, look(cls))]
 
@@ -102,28 +118,10 @@ def _methods_faults(cls: type[Any]) -> Iterator[str]:
         yield f"{cls.__name__}: got no method {name}, expected one"
 
 
-def _scopes_faults(cls: type[Any]) -> Iterator[str]:
-    scopes = cls.scopes
-    if not isinstance(scopes, tuple | list) or not scopes or not set(scopes) <= set(_SCOPES):
-        yield f"scopes: got {scopes!r}, expected a tuple of one or more of {', '.join(_SCOPES)}"
-
-
-def _page_sizes_faults(cls: type[Any]) -> Iterator[str]:
-    sizes = cls.page_sizes
-    if sizes is None:
-        return
-    if not isinstance(sizes, tuple | list | set | frozenset) or not sizes:
-        valid = False
-    else:
-        valid = all(type(size) is int and size > 0 for size in sizes)
-    if not valid:
-        yield f"page_sizes: got {sizes!r}, expected None (any) or a tuple of numbers of tokens"
-
-
-def _flags_faults(cls: type[Any]) -> Iterator[str]:
-    for name in _FLAGS:
-        if not isinstance(getattr(cls, name), bool):
-            yield f"{name}: got {getattr(cls, name)!r}, expected True or False"
+def _attributes_faults(cls: type[Any]) -> Iterator[str]:
+    for name, valid, expected in _ATTRIBUTES:
+        if not valid(getattr(cls, name)):
+            yield f"{name}: got {getattr(cls, name)!r}, expected {expected}"
 
 
 def _query_window_faults(case: Case) -> Iterator[str]:

@@ -8,6 +8,7 @@ of PyTorch and not what compiled kernels do.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise, zip_longest
@@ -262,46 +263,41 @@ def _decode(case: Case, guard: Guard, pages: tuple[int, ...], seed: int = 0, **w
     run.finish(*requests, steps=case.page_size + 1)
 
 
+def _watch(
+    case: Case, pages: tuple[int, ...], seed: int = 0, **world: int
+) -> list[tuple[str, Operations]]:
+    """The operations of each call of a method, in order; see :func:`_decode`."""
+    calls: list[tuple[str, Operations]] = []
+
+    @contextmanager
+    def guard(call: Call) -> Iterator[None]:
+        with Operations() as seen:
+            yield
+        calls.append((call.method, seen))
+
+    _decode(case, guard, pages, seed, **world)
+    return calls
+
+
 def _operations(case: Case, pages: tuple[int, ...], seed: int) -> dict[str, list[str]]:
     """Names of all operations that run in each method."""
     names: dict[str, list[str]] = {method: [] for method in _DECODE}
-
-    @contextmanager
-    def guard(call: Call) -> Iterator[None]:
-        with Operations() as seen:
-            yield
-        names[call.method] += seen.names
-
-    _decode(case, guard, pages, case.seed + seed)
+    for method, seen in _watch(case, pages, case.seed + seed):
+        names[method] += seen.names
     return names
 
 
-def _bytes(case: Case, host_pages: int) -> dict[str, int]:
+def _bytes(case: Case, host_pages: int) -> Counter[str]:
     """Bytes that each method allocates."""
-    found = dict.fromkeys(_DECODE, 0)
-
-    @contextmanager
-    def guard(call: Call) -> Iterator[None]:
-        with Operations() as seen:
-            yield
-        found[call.method] += seen.num_bytes
-
-    _decode(case, guard, (0, 0), host_pages=host_pages)
+    found: Counter[str] = Counter()
+    for method, seen in _watch(case, (0, 0), host_pages=host_pages):
+        found[method] += seen.num_bytes
     return found
 
 
 def _require_nothing_kept(case: Case) -> None:
-    steps: list[Operations] = []
-
-    @contextmanager
-    def guard(call: Call) -> Iterator[None]:
-        with Operations() as seen:
-            yield
-        steps.append(seen)
-
-    _decode(case, guard, (0,))
     # The results of the last calls may still be in use.
-    alive = [seen.num_alive for seen in steps[:-4]]
+    alive = [seen.num_alive for _, seen in _watch(case, (0,))[:-4]]
     if sum(map(bool, alive)) > len(alive) // 2:
         raise Violation(
             f"got {sum(alive)} tensors of {len(alive)} earlier calls that are not freed, expected "

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from hisparse.engine.graphs import StaticBatch
+from hisparse.engine.batches import StaticBatch
 from hisparse.kernels.build import cpu as _build
-from hisparse.testing.operations import Violation, no_sync
+from hisparse.testing.operations import Violation, no_sync, tensors_in
 from hisparse.testing.simulator import Request, Simulator
 from hisparse.types import IndexerInputs
 
@@ -79,7 +78,7 @@ class _Mode(TorchDispatchMode):
 
     def require_known(self, name: str, values: Any) -> None:
         """Refuse tensors that neither existed before nor were made by a recorded operation."""
-        if any(_address(tensor) not in self._known for tensor in _tensors(values)):
+        if any(_address(tensor) not in self._known for tensor in tensors_in(values)):
             raise Violation(
                 f"{self._where}: got {name} on a tensor that was made from host values during "
                 "the step, expected none: a CUDA graph replays the values that it has captured"
@@ -97,7 +96,7 @@ class _Mode(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
-        given = _tensors((args, options))
+        given = tensors_in((args, options))
         if func.overloadpacket.__name__ == "lift_fresh" and given[0].dim() == 0:
             # A Python number, as in `x[0] = 1`; on a GPU it is an argument of the fill kernel.
             self._known.add(_address(given[0]))
@@ -105,7 +104,7 @@ class _Mode(TorchDispatchMode):
         out = func(*args, **options)
         self._recording.hold((args, options, out))
         inputs = {_address(tensor) for tensor in given}
-        made = [tensor for tensor in _tensors(out) if _address(tensor) not in inputs]
+        made = [tensor for tensor in tensors_in(out) if _address(tensor) not in inputs]
         self._known.update(map(_address, made))
         self._recording.num_bytes += sum(x.untyped_storage().nbytes() for x in made)
         if func.overloadpacket.__name__ in _UNINITIALISED:
@@ -122,7 +121,7 @@ def _again(
     func: Any, args: Sequence[Any], options: Mapping[str, Any], made: list[Tensor], inputs: set[int]
 ) -> _Operation:
     def run() -> None:
-        fresh = [x for x in _tensors(func(*args, **options)) if _address(x) not in inputs]
+        fresh = [x for x in tensors_in(func(*args, **options)) if _address(x) not in inputs]
         for kept, new in zip(made, fresh, strict=True):
             kept.copy_(new)
 
@@ -165,10 +164,6 @@ def _living_tensors() -> Iterator[Tensor]:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 class ReplayingSimulator(Simulator):

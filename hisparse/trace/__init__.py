@@ -1,6 +1,6 @@
-"""Traces of what a server selected: reading and replaying them, and making some up."""
+"""Traces of what a server selected: reading and replaying them."""
 
 from hisparse.trace.reader import SelectionTrace
-from hisparse.trace.replay import HitCurve, adjacent_overlap, lru_curve, policy_hits
+from hisparse.trace.replay import Hits, adjacent_overlap, replay_hits
 
-__all__ = ["HitCurve", "SelectionTrace", "adjacent_overlap", "lru_curve", "policy_hits"]
+__all__ = ["Hits", "SelectionTrace", "adjacent_overlap", "replay_hits"]

@@ -2,7 +2,7 @@ r"""The format of a trace: the selections of decode steps, in chunks that are wh
 
 ::
 
-    b"hisparse trace 1\n"
+    b"hisparse trace 2\n"
     chunk HEAD    a TraceHeader as JSON
     chunk STEP    selections of V visits; a visit is one decode step of one request
     ...
@@ -11,11 +11,11 @@ r"""The format of a trace: the selections of decode steps, in chunks that are wh
 A chunk is its kind (4 bytes), the number of bytes of its content (u32), the xxh3_64 checksum of
 both and of the content (u64), and the content. All numbers are little-endian.
 
-The content of STEP is V (u32), the sizes of L + 1 sections (u32), and the sections, each compressed
-by zlib. The first has the visits: request numbers ``[V]`` and sequence lengths ``[V]``, i32. The
-others have one layer each: the lengths of the selections ``[H, V]`` (i32), a byte for each page in
-the order of ``[H, V, length]``, and the large gaps (i32). A byte is the gap to the page before, the
-number of pages between the two; 255 stands for the next large gap.
+The content of STEP is V (u32), the sizes of L + 1 sections (u32), and the sections, each an array
+of i32. The first has the visits: request numbers ``[V]`` and sequence lengths ``[V]``. The others
+have one layer each: the lengths of the selections ``[H, V]``, and for each page, in the order of
+``[H, V, length]``, the number of pages between it and the page before. In a section, the lowest
+bytes of all numbers come first, the highest last; zlib compresses them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
 
-MAGIC: Final = b"hisparse trace 1\n"
+from hisparse.types import SelectionScope
+
+MAGIC: Final = b"hisparse trace 2\n"
 HEAD, STEP, DONE = b"HEAD", b"STEP", b"DONE"
 #: Kind, bytes of the content, checksum.
 CHUNK: Final = struct.Struct("<4sIQ")
 #: The most bytes that a section may have before it is compressed.
 MAX_SECTION_BYTES: Final = 64 << 20
-_LARGE_GAP: Final = 255
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,7 @@ class TraceHeader:
     """What a trace is of.
 
     Attributes:
-        source: "recorded" from an engine, or "made up" by a generator.
-        note: the user's text: the model, or the parameters of the generator.
+        note: the user's text, such as the model.
         algorithm: the algorithm that selected.
         scope: selection scope.
         page_size: S, tokens.
@@ -59,10 +59,9 @@ class TraceHeader:
         started: date and time, UTC.
     """
 
-    source: Literal["recorded", "made up"]
     note: str
     algorithm: str
-    scope: Literal["layer", "kv_head", "query_head"]
+    scope: SelectionScope
     page_size: int
     page_bytes: int
     heads: int
@@ -84,10 +83,6 @@ class TraceHeader:
         if len(self.attended_by) != len(self.layers) or min(self.attended_by) < 1:
             raise ValueError("attended_by: expected a count of at least 1 for each of layers")
 
-    def to_json(self) -> bytes:
-        """The content of the chunk HEAD."""
-        return json.dumps(asdict(self)).encode()
-
 
 @dataclass(frozen=True, kw_only=True)
 class TraceEnd:
@@ -100,10 +95,6 @@ class TraceEnd:
 
     dropped_steps: int
     reason: str
-
-    def to_json(self) -> bytes:
-        """The content of the chunk DONE."""
-        return json.dumps(asdict(self)).encode()
 
 
 class Visits(NamedTuple):
@@ -142,9 +133,15 @@ def encode_chunk(kind: bytes, content: bytes) -> bytes:
     return CHUNK.pack(kind, len(content), checksum(kind, content)) + content
 
 
+def encode_about(about: TraceHeader | TraceEnd) -> bytes:
+    """A chunk HEAD or DONE."""
+    kind = HEAD if isinstance(about, TraceHeader) else DONE
+    return encode_chunk(kind, json.dumps(asdict(about)).encode())
+
+
 def visits_that_fit(header: TraceHeader) -> int:
-    """The most visits of a chunk, however far apart the selected pages are; at least 1."""
-    visit_bytes = header.heads * (4 + 5 * header.max_pages)
+    """The most visits of a chunk; at least 1."""
+    visit_bytes = 4 * header.heads * (1 + header.max_pages)
     return max(1, MAX_SECTION_BYTES // max(8, visit_bytes))
 
 
@@ -155,15 +152,13 @@ def encode_steps(visits: Visits, pages: np.ndarray) -> bytes:
         visits: V of them.
         pages: ``[L, V, H, K] int32``, the selections of the layers, padded with -1.
     """
-    sections = [b"".join(x.astype("<i4").tobytes() for x in visits)]
-    sections += [_encode_layer(layer) for layer in pages]
-    packed = [_compress(section) for section in sections]
+    packed = [_pack(np.stack(visits)), *(_pack(_layer_numbers(layer)) for layer in pages)]
     sizes = np.array([len(visits.requests), *map(len, packed)], dtype="<u4")
     return b"".join([sizes.tobytes(), *packed])
 
 
-def _encode_layer(pages: np.ndarray) -> bytes:
-    """A layer's section, of ``[V, H, K] int32``."""
+def _layer_numbers(pages: np.ndarray) -> np.ndarray:
+    """The numbers of a layer's section, of ``[V, H, K] int32``."""
     by_head = pages.transpose(1, 0, 2)
     chosen = by_head >= 0
     lengths = chosen.sum(-1, dtype=np.int32)
@@ -171,11 +166,7 @@ def _encode_layer(pages: np.ndarray) -> bytes:
     before = np.empty_like(flat)
     before[1:] = flat[:-1]
     before[_firsts(lengths)] = -1
-    gaps = flat - before - 1
-    is_large = (gaps < 0) | (gaps >= _LARGE_GAP)
-    small = np.where(is_large, _LARGE_GAP, gaps).astype(np.uint8)
-    large = gaps[is_large].astype("<i4")
-    return b"".join(x.tobytes() for x in (lengths.astype("<i4"), small, large))
+    return np.concatenate([lengths.ravel(), flat - before - 1])
 
 
 def _firsts(lengths: np.ndarray) -> np.ndarray:
@@ -204,10 +195,10 @@ def decode_visits(section: bytes, count: int) -> Visits:
     Raises:
         ValueError: the section is damaged.
     """
-    numbers = np.frombuffer(_decompress(section), dtype=np.uint8)
-    if len(numbers) != 8 * count:
-        raise ValueError(f"got {len(numbers)} bytes of visits, expected {8 * count}")
-    requests, seq_lens = numbers.view("<i4").astype(np.int32).reshape(2, count)
+    numbers = _unpack(section)
+    if len(numbers) != 2 * count:
+        raise ValueError(f"got {len(numbers)} numbers of visits, expected {2 * count}")
+    requests, seq_lens = numbers.reshape(2, count)
     if requests.min() < 0 or seq_lens.min() < 1:
         raise ValueError("a request number or a sequence length is out of range")
     return Visits(requests, seq_lens)
@@ -219,37 +210,33 @@ def decode_layer(section: bytes, count: int, header: TraceHeader) -> LayerPages:
     Raises:
         ValueError: the section is damaged.
     """
-    data = _decompress(section)
-    rows = header.heads * count
-    if len(data) < 4 * rows:
+    numbers, rows = _unpack(section), header.heads * count
+    lengths, gaps = numbers[:rows], numbers[rows:].astype(np.int64)
+    if len(lengths) < rows:
         raise ValueError("the lengths of its selections are cut off")
-    lengths = np.frombuffer(data, dtype="<i4", count=rows).astype(np.int32)
     if lengths.min() < 0 or lengths.max() > header.max_pages:
         raise ValueError(f"a selection has a length beyond 0 to {header.max_pages}")
-    total = int(lengths.sum(dtype=np.int64))
-    small = np.frombuffer(data[4 * rows : 4 * rows + total], dtype=np.uint8)
-    is_large = small == _LARGE_GAP
-    rest = data[4 * rows + total :]
-    if len(small) != total or len(rest) != 4 * int(is_large.sum()):
+    if len(gaps) != lengths.sum(dtype=np.int64):
         raise ValueError("the pages of its selections do not fit their lengths")
-    gaps = small.astype(np.int64)
-    gaps[is_large] = np.frombuffer(rest, dtype="<i4")
     ends = np.cumsum(gaps + 1)
     firsts = _firsts(lengths)
     before = np.repeat(ends[firsts] - gaps[firsts] - 1, lengths[lengths > 0])
     pages = ends - before - 1
-    if total and (pages.min() < 0 or pages.max() >= 2**31):
+    if len(pages) and (pages.min() < 0 or pages.max() >= 2**31):
         raise ValueError("a page is out of range")
     return LayerPages(lengths.reshape(header.heads, count), pages.astype(np.int32))
 
 
-def _compress(section: bytes) -> bytes:
-    # Matches of deflate save 1% of random selections and take half of the time.
-    deflater = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
-    return deflater.compress(section) + deflater.flush()
+def _pack(numbers: np.ndarray) -> bytes:
+    planes = numbers.astype("<i4").reshape(-1, 1).view(np.uint8).T
+    # Most gaps have one byte, so the other three are long runs. Matches of deflate beyond runs
+    # save 1% of random selections and take half of the time.
+    deflater = zlib.compressobj(1, strategy=zlib.Z_RLE)
+    return deflater.compress(planes.tobytes()) + deflater.flush()
 
 
-def _decompress(section: bytes) -> bytes:
+def _unpack(section: bytes) -> np.ndarray:
+    """``[n] int32``."""
     inflater = zlib.decompressobj()
     try:
         data = inflater.decompress(section, MAX_SECTION_BYTES + 1)
@@ -257,4 +244,7 @@ def _decompress(section: bytes) -> bytes:
         raise ValueError("a section cannot be decompressed") from None
     if not inflater.eof or inflater.unused_data or len(data) > MAX_SECTION_BYTES:
         raise ValueError("a section is cut off or too long")
-    return data
+    if len(data) % 4:
+        raise ValueError("a section ends within a number")
+    planes = np.frombuffer(data, np.uint8).reshape(4, -1)
+    return np.ascontiguousarray(planes.T).view("<i4").ravel().astype(np.int32, copy=False)

@@ -1,4 +1,4 @@
-"""Prefix traces: which blocks of tokens each request shares with earlier ones.
+"""Prefix traces: which blocks of tokens each request shares with earlier ones, and their replay.
 
 The format is Mooncake's: one JSON object a line with ``timestamp`` (ms), ``input_length``,
 ``output_length`` and ``hash_ids``, a number for each block of the prompt that stands for the block
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypedDict
-
-import numpy as np
+from typing import Any, Final, NamedTuple, TypedDict
 
 from hisparse.errors import ConfigError, quoted
 from hisparse.options import check_fields, check_type, matches, parse_object, read_text
@@ -26,12 +25,10 @@ FORMAT: Final = "hisparse prefix 1"
 _MOONCAKE_BLOCK: Final = 512
 _EXAMPLE: Final = '{"timestamp": 0, "input_length": 512, "output_length": 8, "hash_ids": [0]}'
 _MOST: Final = 1 << 53
-#: Of a made-up trace: documents, and conversations at once.
-_DOCUMENTS, _SESSIONS = 100, 16
 
 
 class _About(TypedDict):
-    source: Literal["recorded", "made up"]
+    source: str
     note: str
     block_size: int
 
@@ -65,8 +62,7 @@ class PrefixTrace:
     """Requests in the order of time.
 
     Attributes:
-        source: "recorded" from a server, "made up", or "as given" for a file without our first
-            line.
+        source: "recorded" from a server, or "as given" for a file without our first line.
         note: text about the source.
         block_size: tokens.
         requests: the requests.
@@ -226,38 +222,125 @@ def _converted(
     return PrefixRequest(1000 * seconds, len(ids), counts[0], tuple(blocks), counts[1])
 
 
-def make_up_sessions(
-    *, requests: int, turns: int, zipf: float, context: int, seed: int
-) -> PrefixTrace:
-    """Conversations that begin with one of 100 documents, drawn by a Zipf distribution.
+@dataclass(frozen=True, kw_only=True)
+class PrefixPoint:
+    """A cache and what it would have held.
 
-    Each turn repeats the conversation and adds two blocks. A second passes between requests, and
-    the turns of 16 conversations are mixed.
+    Attributes:
+        capacity: tokens; None: unlimited.
+        ttl_s: seconds that a block stays after its last use; None: for ever.
+        hit_ratio: prompt tokens that the cache held, of all prompt tokens.
+        peak_tokens: the most tokens that it held.
+    """
+
+    capacity: int | None
+    ttl_s: float | None
+    hit_ratio: float
+    peak_tokens: int
+
+
+def replay_prefix(trace: PrefixTrace, capacity: int | None, ttl_s: float | None) -> PrefixPoint:
+    """Replay a trace through an LRU cache.
+
+    A request hits the blocks at its beginning that the cache holds, up to the first that it does
+    not hold. Then all blocks of its prompt are used, the last one first: of a prefix, the end
+    leaves the cache before the beginning.
 
     Args:
-        requests: number of requests.
-        turns: of each conversation.
-        zipf: exponent.
-        context: tokens of each document, in whole blocks of 512.
-        seed: of the generator.
+        trace: the trace.
+        capacity: tokens; None: unlimited.
+        ttl_s: seconds that a block stays after its last use; None: for ever.
     """
-    rng = np.random.default_rng(seed)
-    blocks = max(1, context // _MOONCAKE_BLOCK)
-    weights = (1.0 + np.arange(_DOCUMENTS)) ** -zipf
-    sessions: list[list[int]] = []
-    found: list[PrefixRequest] = []
-    unused = _DOCUMENTS * blocks
-    while len(found) < requests:
-        while len(sessions) < _SESSIONS:
-            document = int(rng.choice(_DOCUMENTS, p=weights / weights.sum()))
-            sessions.append(list(range(document * blocks, (document + 1) * blocks)))
-        at = int(rng.integers(len(sessions)))
-        session = sessions[at]
-        session += [unused, unused + 1]
-        unused += 2
-        length = _MOONCAKE_BLOCK * len(session)
-        found.append(PrefixRequest(1000.0 * len(found), length, 128, tuple(session)))
-        if len(session) >= blocks + 2 * turns:
-            sessions.pop(at)
-    note = f"{turns} turns, {_DOCUMENTS} documents of {blocks} blocks, zipf {zipf:g}, seed {seed}"
-    return PrefixTrace(source="made up", note=note, block_size=_MOONCAKE_BLOCK, requests=found)
+    size = trace.block_size
+    most = float("inf") if capacity is None else capacity // size
+    ttl_ms = float("inf") if ttl_s is None else 1000 * ttl_s
+    #: Last use of each block that the cache holds, the least recent first.
+    used: OrderedDict[int, float] = OrderedDict()
+    found = total = peak = 0
+    for request in trace.requests:
+        while used and request.timestamp - next(iter(used.values())) > ttl_ms:
+            used.popitem(last=False)
+        hits = 0
+        while hits < len(request.hash_ids) and request.hash_ids[hits] in used:
+            hits += 1
+        found += min(hits * size, request.input_length)
+        total += request.input_length
+        for block in reversed(request.hash_ids):
+            used[block] = request.timestamp
+            used.move_to_end(block)
+            if len(used) > most:
+                used.popitem(last=False)
+            peak = max(peak, len(used))
+    return PrefixPoint(
+        capacity=capacity,
+        ttl_s=ttl_s,
+        hit_ratio=found / max(1, total),
+        peak_tokens=peak * size,
+    )
+
+
+def on_front(points: Sequence[PrefixPoint]) -> list[bool]:
+    """Whether no other cache holds at most as much and hits at least as often, one strictly."""
+
+    def worse(a: PrefixPoint, b: PrefixPoint) -> bool:
+        better = (-b.hit_ratio, b.peak_tokens), (-a.hit_ratio, a.peak_tokens)
+        return all(x <= y for x, y in zip(*better, strict=True)) and better[0] != better[1]
+
+    return [not any(worse(point, other) for other in points) for point in points]
+
+
+def are_prefixes(files: Sequence[Path]) -> bool:
+    """Whether files are prefix traces.
+
+    Raises:
+        ConfigError: some are, and others are not.
+    """
+    kinds = [is_prefix_trace(file) for file in files]
+    if any(kinds) and not all(kinds):
+        raise ConfigError("got prefix traces and traces of selections, expected one of the two")
+    return any(kinds)
+
+
+def describe_prefix(file: Path, trace: PrefixTrace) -> dict[str, Any]:
+    """What a prefix trace holds."""
+    requests = trace.requests
+    inputs = sum(x.input_length for x in requests)
+    known = [(x.cached_length, x.input_length) for x in requests if x.cached_length is not None]
+    cached, asked = (sum(column) for column in zip(*known, strict=True)) if known else (0, 0)
+    return {
+        "file": str(file),
+        "source": trace.source,
+        "note": trace.note,
+        "block_size": trace.block_size,
+        "requests": len(requests),
+        "seconds": (requests[-1].timestamp - requests[0].timestamp) / 1000,
+        "input_tokens": inputs,
+        "output_tokens": sum(x.output_length for x in requests),
+        "blocks": len({b for x in requests for b in x.hash_ids}),
+        "found_by_server": cached / max(1, asked) if known else None,
+        "unlimited_hit_ratio": replay_prefix(trace, None, None).hit_ratio,
+    }
+
+
+def replay_all(
+    file: Path, capacities: Sequence[int] | None, ttls: Sequence[float | None]
+) -> dict[str, Any]:
+    """Replay a prefix trace through each capacity and lifetime.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    trace = read_prefix(file)
+    about = describe_prefix(file, trace)
+    if capacities is None:
+        whole = max(1, about["blocks"])
+        capacities = [max(1, whole >> i) * trace.block_size for i in range(6, -1, -1)]
+    points = [
+        replay_prefix(trace, capacity, ttl)
+        for ttl in ttls
+        for capacity in dict.fromkeys(capacities)
+    ]
+    front = on_front(points)
+    return about | {
+        "points": [asdict(x) | {"pareto": best} for x, best in zip(points, front, strict=True)]
+    }

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
 from hisparse.errors import ConfigError
-from hisparse.kernels import Selections
 from hisparse.options import from_options, parse_object
 from hisparse.trace.format import (
     CHUNK,
@@ -37,6 +35,41 @@ R = TypeVar("R")
 _MAX_TOKENS = 1 << 24
 #: Counters of a replay, 8 bytes each: one for each page of the longest context, in each stream.
 _MAX_COUNTERS = 1 << 28
+
+
+class Selections(NamedTuple):
+    """Selections of several streams; a stream is one request's row in one layer.
+
+    Attributes:
+        pages: ``[N] int32``, the pages of all selections; those of one selection differ.
+        offsets: ``[M + 1] int64``, the first page of each of M selections.
+        streams: ``[S + 1] int64``, the first selection of each stream; none is empty.
+        full_pages: ``[M] int32``, complete pages of the context at each selection. All 0: the
+            stream starts with an empty cache.
+    """
+
+    pages: np.ndarray
+    offsets: np.ndarray
+    streams: np.ndarray
+    full_pages: np.ndarray
+
+    @property
+    def num_pages(self) -> int:
+        """One more than the largest page."""
+        return max(1, int(self.full_pages.max(initial=0)), int(self.pages.max(initial=-1)) + 1)
+
+    @property
+    def widest(self) -> int:
+        """Pages of the longest selection."""
+        return int(np.diff(self.offsets).max(initial=0))
+
+    def steps(self, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each selection of a stream, and the pages completed since the one before."""
+        full = 0
+        for row in range(*self.streams[stream : stream + 2]):
+            completed = np.arange(full, self.full_pages[row])
+            full += len(completed)
+            yield self.pages[slice(*self.offsets[row : row + 2])], completed
 
 
 class SelectionTrace:
@@ -134,10 +167,10 @@ class SelectionTrace:
         gathered = pages[np.repeat(starts[rows], sizes) + within]
         streams = np.concatenate([h * count + new for h in range(heads)] + [[heads * count]])
         made = Selections(
-            torch.from_numpy(gathered),
-            torch.from_numpy(offsets),
-            torch.from_numpy(streams),
-            torch.from_numpy(np.tile(self.full_pages[order], heads)),
+            pages=gathered,
+            offsets=offsets,
+            streams=streams,
+            full_pages=np.tile(self.full_pages[order], heads),
         )
         return made, np.repeat(np.arange(heads), len(new))
 
@@ -157,7 +190,7 @@ class SelectionTrace:
         if chunk is None or chunk[0] != HEAD:
             raise self._error("its header is damaged")
         text = self._decoded(lambda: chunk[1].decode())
-        values = parse_object(text, f"{self._name}: header", '{"source": "recorded", ...}')
+        values = parse_object(text, f"{self._name}: header", '{"note": "...", ...}')
         header = from_options(TraceHeader, "trace", f"{self._name}: header", values)
         return header, len(MAGIC) + CHUNK.size + len(chunk[1])
 

@@ -1,126 +1,150 @@
-"""Hit ratios and bytes of caches that a trace's selections would have had."""
+"""Hit ratios and bytes of caches that a trace's selections would have had.
+
+All pages of a selection are resident at once: hits are counted before the step, and no page that is
+selected is evicted, as in :func:`hisparse.kernels.lru_diff`. A stream starts with the most recent
+complete pages of its context in the cache, as after a prefill; pages that are completed between two
+selections enter it as the hottest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hisparse.errors import ConfigError
-from hisparse.kernels import Selections, replay, stack_depths
-from hisparse.trace.reader import SelectionTrace
+from hisparse.trace.reader import Selections, SelectionTrace
 
 #: Tokens of the buffers that are replayed if none are named.
 USUAL_BUFFERS = [2048, 4096, 8192]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HitCurve:
-    """Hits of an LRU cache of every size.
+class Hits:
+    """Hits of a replacement policy in buffers of N sizes.
 
     Attributes:
-        page_size: S, tokens.
-        hits: ``[L, H, C + 1] int64``, hits in a cache of 0 to C pages.
+        hits: ``[L, H, N] int64``.
         accesses: ``[L, H] int64``, selected pages.
-        widest: pages of the longest selection; smaller caches cannot hold it.
         read_bytes: ``[L]``, bytes that a missing page reads, over the layers that attend it.
         steps: visits of the trace.
     """
 
-    page_size: int
     hits: np.ndarray
     accesses: np.ndarray
-    widest: int
     read_bytes: np.ndarray
     steps: int
 
     @property
-    def least_tokens(self) -> int:
-        """Tokens of the smallest cache that can hold every selection."""
-        return self.widest * self.page_size
+    def ratio(self) -> list[float]:
+        """``[N]``, hits for each selected page."""
+        found = self.hits.sum(axis=(0, 1)) / max(1, self.accesses.sum())
+        return [float(x) for x in found]
 
-    def hit_ratio(self, tokens: int) -> float:
-        """Hits for each selected page, with a buffer of ``tokens`` in each row and layer.
+    @property
+    def ratio_by_layer(self) -> list[list[float]]:
+        """``[N, L]``."""
+        accesses = self.accesses.sum(axis=1).clip(min=1)
+        by_layer: list[list[float]] = (self.hits.sum(axis=1) / accesses[:, None]).T.tolist()
+        return by_layer
 
-        Raises:
-            ConfigError: the buffer cannot hold the longest selection.
-        """
-        hits = self._hits(tokens).sum(axis=(0, 1))
-        return float(hits / max(1, self.accesses.sum()))
-
-    def bytes_per_step(self, tokens: int) -> float:
-        """Bytes that a decode step of one request reads from host memory, on average."""
-        misses = (self.accesses - self._hits(tokens)).sum(axis=1)
-        return float((misses * self.read_bytes).sum() / self.steps)
-
-    def tokens_for(self, hit_ratio: float, least: int = 0) -> int | None:
-        """The smallest buffer of ``least`` tokens or more with a hit ratio; None: there is none."""
-        ratios = self.hits.sum(axis=(0, 1)) / max(1, self.accesses.sum())
-        first = max(self.widest, -(-least // self.page_size))
-        reached = np.flatnonzero(ratios[first:] >= hit_ratio)
-        if first >= len(ratios):
-            return first * self.page_size if ratios[-1] >= hit_ratio else None
-        return int(first + reached[0]) * self.page_size if len(reached) else None
-
-    def _hits(self, tokens: int) -> np.ndarray:
-        if tokens < self.least_tokens:
-            raise ConfigError(
-                f"buffer: got {tokens} tokens, expected at least the {self.least_tokens} of the "
-                "longest selection"
-            )
-        at = min(tokens // self.page_size, self.hits.shape[-1] - 1)
-        hits: np.ndarray = self.hits[..., at]
-        return hits
+    @property
+    def bytes_per_step(self) -> list[float]:
+        """``[N]``, bytes that a decode step of one request reads from host memory, on average."""
+        misses = (self.accesses[..., None] - self.hits).sum(axis=1)
+        read = (misses * self.read_bytes[:, None]).sum(axis=0) / self.steps
+        return [float(x) for x in read]
 
 
-def lru_curve(trace: SelectionTrace) -> HitCurve:
-    """Replay a trace through LRU caches of all sizes, in one pass for each layer."""
-    header = trace.header
-    depth = int(trace.full_pages.max()) + 1
-    hits = np.zeros((len(header.layers), header.heads, depth + 1), np.int64)
-    accesses = np.zeros(hits.shape[:2], np.int64)
-    widest = 1
-    for at, layer in enumerate(header.layers):
-        selections, heads = trace.selections(layer)
-        counts = stack_depths(selections, depth).numpy()
-        by_head = np.zeros((header.heads, depth + 1), np.int64)
-        np.add.at(by_head, heads, counts)
-        # A page at depth d is in each cache of more than d pages.
-        hits[at, :, 1:] = by_head[:, :-1].cumsum(axis=1)
-        accesses[at] = by_head.sum(axis=1)
-        widest = max(widest, selections.widest)
-    return HitCurve(
-        page_size=header.page_size,
-        hits=hits,
-        accesses=accesses,
-        widest=widest,
-        read_bytes=header.page_bytes * np.array(header.attended_by),
-        steps=len(trace.visits.requests),
-    )
-
-
-def policy_hits(trace: SelectionTrace, policy: str, buffers: Sequence[int]) -> np.ndarray:
-    """Hits of a replacement policy.
+def replay_hits(trace: SelectionTrace, policy: str, buffers: Sequence[int]) -> Hits:
+    """Replay a trace.
 
     Args:
         trace: the trace.
-        policy: one of ``hisparse.kernels.POLICIES``.
+        policy: one of ``POLICIES``.
         buffers: tokens of a row's buffer, each enough for the longest selection.
-
-    Returns:
-        ``[L, H, len(buffers)] int64``.
     """
     header = trace.header
     sizes = [tokens // header.page_size for tokens in buffers]
     hits = np.zeros((len(header.layers), header.heads, len(sizes)), np.int64)
+    accesses = np.zeros(hits.shape[:2], np.int64)
     for at, layer in enumerate(header.layers):
         selections, heads = trace.selections(layer)
-        np.add.at(hits[at], heads, replay(selections, policy, sizes).numpy())
+        np.add.at(hits[at], heads, count_hits(selections, policy, sizes))
+        np.add.at(accesses[at], heads, np.diff(selections.offsets[selections.streams]))
+    read_bytes = header.page_bytes * np.array(header.attended_by)
+    return Hits(hits=hits, accesses=accesses, read_bytes=read_bytes, steps=len(trace.visits[0]))
+
+
+def count_hits(selections: Selections, policy: str, sizes: Sequence[int]) -> np.ndarray:
+    """Count the hits of a replacement policy in caches of several sizes.
+
+    Args:
+        selections: the selections.
+        policy: one of ``POLICIES``.
+        sizes: pages of each cache, at least those of the longest selection.
+
+    Returns:
+        ``[S, len(sizes)] int64``, selected pages that were in the cache.
+    """
+    streams = range(len(selections.streams) - 1)
+    run = POLICIES[policy]
+    return np.array([[run(selections, x, size) for size in sizes] for x in streams], np.int64)
+
+
+def _lru(selections: Selections, stream: int, size: int) -> int:
+    """Evict the coldest pages: the exact order of ``lru_diff``."""
+    order = np.empty(0, np.int64)  # The coldest first.
+    chosen, held = np.zeros((2, selections.num_pages), bool)
+    hits = 0
+    for pages, completed in selections.steps(stream):
+        order = np.concatenate([order, completed[~held[completed]]])[-size:]
+        held[:] = False
+        held[order] = chosen[pages] = True
+        misses, again = pages[~held[pages]], chosen[order]
+        spare = order[~again][max(0, len(order) + len(misses) - size) :]
+        order = np.concatenate([spare, misses, order[again]])
+        hits += len(pages) - len(misses)
+        chosen[pages] = False
     return hits
+
+
+def _belady(selections: Selections, stream: int, size: int) -> int:
+    """Evict the page that is selected last of all, so that no policy hits more often."""
+    steps = list(selections.steps(stream))
+    chosen, held = np.zeros((2, selections.num_pages), bool)
+    # Of each page, the step that selects it next; after all steps: none does.
+    upcoming = np.full(selections.num_pages, len(steps))
+    later = []
+    for at, (pages, _) in reversed(list(enumerate(steps))):
+        later.append(upcoming[pages])
+        upcoming[pages] = at
+
+    def evict(count: int) -> None:
+        if count > 0:
+            spare = np.flatnonzero(held & ~chosen)
+            # Of pages that are selected in the same step, the last one goes first.
+            rank = upcoming[spare] * len(held) + spare
+            held[spare[rank.argpartition(-count)[-count:]]] = False
+
+    hits = 0
+    for at, (pages, completed) in enumerate(steps):
+        for page in completed[-size:] if at == 0 else completed:
+            evict(held.sum() - size + (not held[page]))
+            held[page] = True
+        hits += int(held[pages].sum())
+        chosen[pages] = True
+        evict((held | chosen).sum() - size)
+        held[pages] = True
+        chosen[pages], upcoming[pages] = False, later.pop()
+    return hits
+
+
+#: Replacement policies by name: the hits of a stream in a cache of a size.
+POLICIES: dict[str, Callable[[Selections, int, int], int]] = {"lru": _lru, "belady": _belady}
 
 
 def adjacent_overlap(trace: SelectionTrace) -> np.ndarray:
@@ -128,34 +152,42 @@ def adjacent_overlap(trace: SelectionTrace) -> np.ndarray:
 
     NaN where no request has two steps in a row.
     """
-    header = trace.header
-    found = np.full((len(header.layers), header.heads), np.nan)
-    for at, layer in enumerate(header.layers):
+    found = np.full((len(trace.header.layers), trace.header.heads), np.nan)
+    for at, layer in enumerate(trace.header.layers):
         selections, heads = trace.selections(layer)
-        again, total = _overlap(selections)
-        by_stream = selections.streams[:-1].numpy()
-        for head in range(header.heads):
-            of_head = heads == head
-            pages = int(np.add.reduceat(total, by_stream)[of_head].sum())
-            shared = int(np.add.reduceat(again, by_stream)[of_head].sum())
-            found[at, head] = shared / pages if pages else np.nan
+        # The selection and the stream of each page.
+        row = np.repeat(np.arange(len(selections.full_pages)), np.diff(selections.offsets))
+        stream = np.repeat(np.arange(len(heads)), np.diff(selections.streams))[row]
+        # A page and its selection as one number; the next selection's is larger by the stride.
+        keys = row * selections.num_pages + selections.pages
+        again = np.isin(keys - selections.num_pages, keys)
+        follows = row != selections.streams[stream]
+        pages, shared = (
+            np.bincount(heads[stream[x]], minlength=trace.header.heads)
+            for x in (follows, follows & again)
+        )
+        np.divide(shared, pages, out=found[at], where=pages > 0)
     return found
 
 
-def _overlap(selections: Selections) -> tuple[np.ndarray, np.ndarray]:
-    """``[M]``: pages that the selection before had, and pages; 0 for the first of a stream."""
-    count = len(selections.full_pages)
-    sizes = selections.offsets.diff()
-    row = torch.repeat_interleave(torch.arange(count), sizes)
-    # A page and its selection as one number; the next selection's is larger by the stride.
-    stride = selections.num_pages
-    keys = row * stride + selections.pages
-    held = torch.isin(keys - stride, keys, assume_unique=False)
-    first = torch.zeros(count, dtype=torch.bool)
-    first[selections.streams[:-1]] = True
-    held &= ~first[row]
-    again = torch.zeros(count, dtype=torch.int64).index_add_(0, row, held.long())
-    return again.numpy(), torch.where(first, 0, sizes).numpy()
+def least_buffer(trace: SelectionTrace) -> int:
+    """Tokens of the smallest buffer that can hold every selection."""
+    widest = max(int(trace.layer(x).lengths.max()) for x in trace.header.layers)
+    return max(1, widest) * trace.header.page_size
+
+
+def _whole(trace: SelectionTrace) -> int:
+    """Tokens of a buffer for all complete pages of the longest context."""
+    return (int(trace.full_pages.max()) + 1) * trace.header.page_size
+
+
+def _curve_buffers(trace: SelectionTrace) -> list[int]:
+    """Powers of two times the smallest buffer, and the whole context."""
+    tokens, largest, found = least_buffer(trace), _whole(trace), []
+    while tokens < largest:
+        found.append(tokens)
+        tokens *= 2
+    return [*found, largest]
 
 
 def describe(file: Path, trace: SelectionTrace) -> dict[str, Any]:
@@ -164,7 +196,6 @@ def describe(file: Path, trace: SelectionTrace) -> dict[str, Any]:
     pages = sum(int(trace.layer(x).lengths.sum()) for x in header.layers)
     return {
         "file": str(file),
-        "source": header.source,
         "note": header.note,
         "algorithm": header.algorithm,
         "scope": header.scope,
@@ -188,52 +219,47 @@ def describe(file: Path, trace: SelectionTrace) -> dict[str, Any]:
 def overlaps(trace: SelectionTrace) -> dict[str, Any]:
     """Share of a selection that was in that of the step before, of all layers and of each."""
     overlap = adjacent_overlap(trace)
-    known = overlap[overlap == overlap]
+
+    def mean(x: np.ndarray) -> float | None:
+        known = x[~np.isnan(x)]
+        return float(known.mean()) if known.size else None
+
     return {
-        "adjacent_overlap": float(known.mean()) if known.size else None,
-        "adjacent_overlap_by_layer": [
-            float(row[row == row].mean()) if (row == row).any() else None for row in overlap
-        ],
+        "adjacent_overlap": mean(overlap),
+        "adjacent_overlap_by_layer": [mean(row) for row in overlap],
     }
 
 
-def _curve_points(curve: HitCurve) -> list[dict[str, float]]:
-    """The LRU curve at powers of two of tokens, from the smallest buffer to the whole context."""
-    largest = (curve.hits.shape[-1] - 1) * curve.page_size
-    tokens, points = curve.least_tokens, []
-    while tokens < largest:
-        points.append(tokens)
-        tokens *= 2
-    return [
-        {
-            "buffer": tokens,
-            "hit_ratio": curve.hit_ratio(tokens),
-            "bytes_per_step": curve.bytes_per_step(tokens),
-        }
-        for tokens in [*points, largest]
-    ]
-
-
-def tokens_for(hit_ratio: float, curve: HitCurve, about: dict[str, Any]) -> int:
-    """The smallest ``device_buffer_size`` with a hit ratio.
+def recommend(file: Path, hit_ratio: float) -> dict[str, Any]:
+    """The smallest ``device_buffer_size`` with a hit ratio of at most 1, and what a trace holds.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file is damaged.
     """
-    budget = about["settings"].get("budget")
-    # A row holds the budget at least, the page being filled included.
-    tokens = curve.tokens_for(hit_ratio, budget if isinstance(budget, int) else 0)
-    if tokens is None:
-        whole = (curve.hits.shape[-1] - 1) * curve.page_size
-        raise ConfigError(
-            f"--hit-ratio: got {hit_ratio}, expected at most {curve.hit_ratio(whole):.4f}, which "
-            f"{about['file']!r} has with all of its pages on the device"
-        )
-    return tokens
+    with SelectionTrace(file) as trace:
+        about, size = describe(file, trace), trace.header.page_size
+        budget = about["settings"].get("budget")
+        # A row holds the budget at least, the page being filled included.
+        least = max(least_buffer(trace), budget if isinstance(budget, int) else 0)
+        low = -(-least // size)
+        # A buffer for the whole context starts with it and misses nothing.
+        high = max(low, _whole(trace) // size)
+        while low < high:
+            middle = (low + high) // 2
+            if replay_hits(trace, "lru", [middle * size]).ratio[0] >= hit_ratio:
+                high = middle
+            else:
+                low = middle + 1
+        best = replay_hits(trace, "lru", [low * size])
+    return about | {
+        "device_buffer_size": low * size,
+        "hit_ratio": best.ratio[0],
+        "bytes_per_step": best.bytes_per_step[0],
+    }
 
 
 def replay_trace(
-    file: Path, policies: Sequence[str], given: Sequence[int] | None, *, by_head: bool
+    file: Path, policies: Sequence[str], given: Sequence[int] | None
 ) -> dict[str, Any]:
     """Replay a trace: what it holds, and hit ratios and bytes by policy and buffer.
 
@@ -241,30 +267,26 @@ def replay_trace(
         file: the trace.
         policies: of ``POLICIES``.
         given: tokens of the buffers; None: the usual ones that hold the longest selection.
-        by_head: also the hit ratios of each head.
 
     Raises:
         ConfigError: the file is damaged, or a buffer is too small.
     """
     with SelectionTrace(file) as trace:
-        curve = lru_curve(trace)
-        buffers = _buffers(given, curve.least_tokens, file)
-        accesses = max(1, int(curve.accesses.sum()))
-        about = describe(file, trace) | overlaps(trace)
-        about |= {"buffers": buffers, "policies": {}, "curve": _curve_points(curve)}
+        buffers = _buffers(given, least_buffer(trace), file)
+        points = _curve_buffers(trace)
+        curve = replay_hits(trace, "lru", points)
+        about = describe(file, trace) | overlaps(trace) | {"buffers": buffers, "policies": {}}
+        about["curve"] = [
+            {"buffer": tokens, "hit_ratio": ratio, "bytes_per_step": read}
+            for tokens, ratio, read in zip(points, curve.ratio, curve.bytes_per_step, strict=True)
+        ]
         for policy in policies:
-            hits = policy_hits(trace, policy, buffers)
-            misses = (curve.accesses[..., None] - hits).sum(axis=1)
-            read = (misses * curve.read_bytes[:, None]).sum(axis=0) / curve.steps
-            by_layer = hits.sum(axis=1) / curve.accesses.sum(axis=1).clip(min=1)[:, None]
+            found = replay_hits(trace, policy, buffers)
             about["policies"][policy] = {
-                "hit_ratio": (hits.sum(axis=(0, 1)) / accesses).tolist(),
-                "bytes_per_step": read.tolist(),
-                "hit_ratio_by_layer": by_layer.T.tolist(),
+                "hit_ratio": found.ratio,
+                "bytes_per_step": found.bytes_per_step,
+                "hit_ratio_by_layer": found.ratio_by_layer,
             }
-            if by_head:
-                ratios = hits / curve.accesses.clip(min=1)[..., None]
-                about["policies"][policy]["hit_ratio_by_head"] = ratios.transpose(2, 0, 1).tolist()
     return about
 
 

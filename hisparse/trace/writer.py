@@ -14,13 +14,12 @@ from torch import Tensor
 from hisparse.errors import ConfigError, one_line
 from hisparse.private_files import open_private
 from hisparse.trace.format import (
-    DONE,
-    HEAD,
     MAGIC,
     STEP,
     TraceEnd,
     TraceHeader,
     Visits,
+    encode_about,
     encode_chunk,
     encode_steps,
     visits_that_fit,
@@ -48,21 +47,14 @@ class RecordedStep(NamedTuple):
     Attributes:
         slots: ``[B]``, request slots.
         seq_lens: ``[B]``, tokens.
-        pages: ``[L, R, H, K] int32``, in host memory.
-        rows: ``[R] bool``, the B rows of ``pages`` to record; None: all.
+        pages: ``[L, B, H, K] int32``, in host memory.
         ready: the copy of ``pages`` from the device; None: they are there.
     """
 
     slots: np.ndarray
     seq_lens: np.ndarray
     pages: Tensor
-    rows: np.ndarray | None = None
     ready: torch.cuda.Event | None = None
-
-    def recorded_pages(self, part: slice) -> np.ndarray:
-        """``[L, b, H, K] int32``, of a part of the B requests."""
-        pages: np.ndarray = self.pages.numpy()
-        return pages[:, part if self.rows is None else np.flatnonzero(self.rows)[part]]
 
 
 class TraceWriter:
@@ -84,7 +76,7 @@ class TraceWriter:
         self._header, self._max_bytes = header, max_bytes
         self.path, self._file = _create(path)
         self._num_bytes = 0
-        self._write(MAGIC + encode_chunk(HEAD, header.to_json()))
+        self._write(MAGIC + encode_about(header))
         self._stopped: str | None = None
         # Steps that were refused or taken by `put`, and those that the thread has written.
         self._refused = self._taken = self._written = 0
@@ -158,7 +150,7 @@ class TraceWriter:
                     self._write_steps(steps)
                 self._idle.set()
             end = TraceEnd(dropped_steps=self.dropped_steps, reason=self._stopped or "closed")
-            self._write(encode_chunk(DONE, end.to_json()))
+            self._write(encode_about(end))
         except Exception as error:
             # The disk or memory is full, or the device failed, which the forward reports.
             self._stop(f"the trace cannot be written: {one_line(error)}")
@@ -202,7 +194,7 @@ class TraceWriter:
             part = slice(first, first + self._chunk_visits)
             visits = Visits(np.array(requests[part], np.int32), seq_lens[part])
             # There are several parts of one step alone.
-            pages = np.concatenate([x.recorded_pages(part) for x in steps], axis=1)
+            pages = np.concatenate([x.pages.numpy()[:, part] for x in steps], axis=1)
             chunk = encode_chunk(STEP, encode_steps(visits, pages))
             if self._num_bytes + len(chunk) + _END_BYTES > self._max_bytes:
                 self._stop(f"the trace has reached max_bytes ({self._max_bytes})")

@@ -11,7 +11,7 @@
         session.store(out[0], {"title": "..."})
 """
 
-from hisparse.transformers.activation import disable, enable
+from hisparse.transformers.attention import disable, enable
 from hisparse.transformers.cache import HiSparseCache
 from hisparse.transformers.db import DB
 from hisparse.transformers.session import Session

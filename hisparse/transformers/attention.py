@@ -1,54 +1,70 @@
-"""The attention and mask functions that hisparse registers with transformers."""
+"""Turns hisparse on and off for a model, whose attention and masks are then those of this file."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from hisparse.errors import HiSparseError
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError, HiSparseError
+from hisparse.model_config import text_config
+from hisparse.transformers.cache import HiSparseCache, key_origin
 from hisparse.types import AttentionRule
 
 #: Name of the attention implementation in transformers.
-IMPLEMENTATION = "hisparse"
-
-#: Attribute of a key tensor that holds its ``_KeyOrigin``.
-_TAG = "_hisparse_cache"
-
-
-class _AttendingCache(Protocol):
-    """The part of ``HiSparseCache`` that the attention function calls."""
-
-    def attend(
-        self,
-        layer_id: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        rule: AttentionRule,
-        sinks: Tensor | None,
-    ) -> Tensor: ...
+_IMPLEMENTATION = "hisparse"
+#: The attention implementation of each enabled model before :func:`enable`.
+_previous: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
-class _KeyOrigin(NamedTuple):
-    """The cache and the layer that a key tensor belongs to."""
+def enable(
+    model: Any, config: HiSparseConfig | Mapping[str, Any] | None = None, **options: Any
+) -> HiSparseCache:
+    """Set the model's attention implementation to hisparse and make a cache for the model.
 
-    cache: _AttendingCache
-    layer_id: int
+    Args:
+        model: a transformers decoder that uses the ``AttentionInterface``.
+        config: the settings.
+        options: arguments of :class:`HiSparseCache`.
 
+    Returns:
+        A cache to pass as ``past_key_values``. The model works with any number of caches.
 
-def tag_keys(keys: Tensor, cache: _AttendingCache, layer_id: int) -> Tensor:
-    """Store ``cache`` and ``layer_id`` on a layer's new keys, for the attention function.
-
-    A model passes its cache only to ``update``, and passes the keys that ``update`` returns to the
-    attention function. The tag on the keys identifies the cache without any global state.
+    Raises:
+        ConfigError: the model, a setting or a size is not supported; the model is unchanged.
+        CapacityError: the cache does not fit into memory; the model is unchanged.
     """
-    vars(keys)[_TAG] = _KeyOrigin(cache, layer_id)
-    return keys
+    cache = HiSparseCache(model, config, **options)
+    AttentionInterface.register(_IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(_IMPLEMENTATION, _mask)
+    previous = _implementation(model)
+    if previous != _IMPLEMENTATION:
+        model.set_attn_implementation(_IMPLEMENTATION)
+        if _implementation(model) != _IMPLEMENTATION:
+            raise ConfigError(
+                f"model: got {type(model).__name__}, which does not attend through transformers' "
+                "AttentionInterface, expected a model that does (such as llama, qwen2, qwen3)"
+            )
+        _previous[model] = previous
+    return cache
+
+
+def disable(model: Any) -> None:
+    """Restore the attention implementation from before :func:`enable`, if there is one."""
+    previous = _previous.pop(model, None)
+    if previous is not None:
+        model.set_attn_implementation(previous)
+
+
+def _implementation(model: Any) -> str:
+    name: str = text_config(model)._attn_implementation
+    return name
 
 
 def _attention(
@@ -66,7 +82,7 @@ def _attention(
     Args:
         module: the model's attention layer.
         query: ``[B, Hq, T, D]``.
-        key, value: ``[B, Hkv, T, D]``, new in this forward; tagged by :func:`tag_keys`.
+        key, value: ``[B, Hkv, T, D]``, new in this forward; tagged by :meth:`HiSparseCache.update`.
         attention_mask: ``[B, columns] bool``, False at padding; None if no column is padding.
         scaling: softmax scale; None for ``D ** -0.5``.
         dropout: must be 0.
@@ -76,12 +92,12 @@ def _attention(
     Returns:
         ``[B, T, Hq, D]``, and None in place of attention weights.
     """
-    origin: _KeyOrigin | None = vars(key).get(_TAG)
-    if origin is None:
+    if (origin := key_origin(key)) is None:
         raise HiSparseError(
             "past_key_values: got keys without a HiSparseCache, expected the cache that enable "
             "returns: pass past_key_values=cache, or call hisparse.transformers.disable(model)"
         )
+    cache, layer_id = origin
     if query.requires_grad or dropout:
         raise HiSparseError(
             f"attention got a query with requires_grad={query.requires_grad} and dropout="
@@ -91,17 +107,14 @@ def _attention(
     if biased or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         option = "position_bias" if biased else "is_causal=False"
         raise HiSparseError(
-            f"layer {origin.layer_id}: got attention with {option}, expected causal attention "
-            "without it"
+            f"layer {layer_id}: got attention with {option}, expected causal attention without it"
         )
     rule = AttentionRule(
         query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         logit_cap=kwargs.get("softcap") or 0.0,
         window=kwargs.get("sliding_window") or 0,
     )
-    out = origin.cache.attend(
-        origin.layer_id, query, key, value, attention_mask, rule, kwargs.get("s_aux")
-    )
+    out = cache.attend(layer_id, query, key, value, attention_mask, rule, kwargs.get("s_aux"))
     return out, None
 
 
@@ -135,9 +148,3 @@ def _is_window(mask_function: Any, size: int) -> bool:
     zero, query, key = torch.tensor([[0, 0, 0, 0], [0, 0, size, size], [1, 0, 1, 0]])
     seen: list[bool] = mask_function(zero, zero, query, key).tolist()
     return seen == [False, True, True, False]
-
-
-def register() -> None:
-    """Register the attention and mask functions with transformers; may be called repeatedly."""
-    AttentionInterface.register(IMPLEMENTATION, _attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _mask)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hisparse.adapters.base import device_limits
 from hisparse.algorithms import build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.cache.formats import format_of
@@ -21,35 +21,12 @@ from hisparse.engine.build import (
 )
 from hisparse.engine.capabilities import choose_scope, row_tokens, stored_spec
 from hisparse.errors import CapacityError, ConfigError
-from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.costs import Resources, host_token_bytes
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
-from hisparse.transformers.model_shape import read_model_shape, text_config
+from hisparse.model_config import read_model_shape, text_config
 from hisparse.transformers.rows import RowStore
-from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Maximum sizes of a cache and its forks.
-
-    Attributes:
-        max_rows: rows at the same time.
-        max_length: columns per row, padding included; None for the model's context length.
-        max_tokens: tokens in host memory, over all rows; None for ``max_rows * max_length``.
-    """
-
-    max_rows: int
-    max_length: int | None
-    max_tokens: int | None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                name = "max_batch_size" if name == "max_rows" else name
-                raise ConfigError(f"{name}: got {value}, expected at least 1")
 
 
 def read_config(
@@ -71,15 +48,14 @@ def read_config(
 
 
 def build_store(
-    model: Any, config: HiSparseConfig, limits: Limits, device: torch.device | str | None
+    model: Any,
+    config: HiSparseConfig,
+    max_rows: int,
+    max_length: int | None,
+    max_tokens: int | None,
+    device: torch.device | str | None,
 ) -> tuple[RowStore, int]:
-    """Allocate the host pool and build the engine on it.
-
-    Args:
-        model: a transformers model or its configuration.
-        config: the settings.
-        limits: maximum sizes.
-        device: device of the model; None for ``model.device``.
+    """Allocate the host pool and build the engine on it; arguments as of :class:`HiSparseCache`.
 
     Returns:
         The row store, and the maximum number of columns per row.
@@ -88,17 +64,23 @@ def build_store(
         ConfigError: the model or a setting is not supported.
         CapacityError: the sizes do not fit into memory.
     """
+    sizes = {"max_batch_size": max_rows, "max_length": max_length, "max_tokens": max_tokens}
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: got {value}, expected at least 1")
     algorithm = build_algorithm(config)
     device = torch.device(device or getattr(model, "device", None) or "cpu")
-    max_length = _max_length(model, limits)
+    max_length = max_length or _longest(model)
     spec, scale = read_model_shape(model, config.page_size, max_length)
     spec = stored_spec(config, spec)
     row_pages = -(-max_length // spec.page_size)
-    num_pages = _num_pages(config, spec, limits, row_pages)
+    tokens = max_rows * row_pages * spec.page_size if max_tokens is None else max_tokens
+    # Sizing requires room for at least one row of device_buffer_size tokens.
+    num_pages = -(-max(tokens, row_tokens(config, spec)) // spec.page_size)
     needed = (num_pages + 1) * spec.page_size
     scope = choose_scope(config, format_of(spec))
     kept = kept_tensors(config, algorithm, make_policy(config, algorithm, spec, scale, scope))
-    needed *= format_of(spec).token_bytes + host_token_bytes(algorithm, kept, spec)
+    needed *= format_of(spec).token_bytes + host_token_bytes(kept, spec)
     host_bytes, device_bytes = _memory(config, needed, device)
     setup = resolve(
         config,
@@ -108,19 +90,19 @@ def build_store(
             host_bytes=host_bytes,
             device_bytes=device_bytes,
             context_length=max_length,
-            max_requests=limits.max_rows,
+            max_requests=max_rows,
             device_type=device.type,
             captures=False,  # `generate` captures no steps.
             device=device_limits(device.type),
         ),
     )
-    _check_sizes(setup, limits, num_pages)
+    _check_sizes(setup, max_rows, num_pages)
     setup.sizing = resize(setup.sizing, kv_tokens=num_pages * spec.page_size)
     host = HostKVPool(spec, num_pages + 1, setup.resolved.layout, pin=device.type == "cuda")
-    coordinator = build_engine(setup, host, num_slots=limits.max_rows + 1, device=device)
+    coordinator = build_engine(setup, host, num_slots=max_rows + 1, device=device)
     store = RowStore(
         coordinator,
-        max_rows=limits.max_rows,
+        max_rows=max_rows,
         row_pages=row_pages,
         num_pages=num_pages,
         device=device,
@@ -128,12 +110,12 @@ def build_store(
     return store, max_length
 
 
-def _check_sizes(setup: EngineSetup, limits: Limits, num_pages: int) -> None:
+def _check_sizes(setup: EngineSetup, max_rows: int, num_pages: int) -> None:
     """Raise ``CapacityError`` if memory holds fewer rows or tokens than requested."""
     sizing, kv_tokens = setup.sizing, num_pages * setup.spec.page_size
-    if sizing.max_requests < limits.max_rows:
+    if sizing.max_requests < max_rows:
         raise CapacityError(
-            f"max_batch_size: got {limits.max_rows}, expected at most {sizing.max_requests} rows "
+            f"max_batch_size: got {max_rows}, expected at most {sizing.max_requests} rows "
             f"in {format_bytes(sizing.request.device_bytes)} of device memory; lower "
             f"device_buffer_size ({setup.resolved.device_buffer_size} tokens) or raise "
             "device_memory"
@@ -146,24 +128,14 @@ def _check_sizes(setup: EngineSetup, limits: Limits, num_pages: int) -> None:
         )
 
 
-def _num_pages(config: HiSparseConfig, spec: KVSpec, limits: Limits, row_pages: int) -> int:
-    """Host pages for all rows together."""
-    if limits.max_tokens is None:
-        requested = limits.max_rows * row_pages
-    else:
-        requested = -(-limits.max_tokens // config.page_size)
-    # Sizing requires room for at least one row of device_buffer_size tokens.
-    return max(requested, row_tokens(config, spec) // config.page_size)
-
-
-def _max_length(model: Any, limits: Limits) -> int:
-    length = limits.max_length or getattr(text_config(model), "max_position_embeddings", None)
+def _longest(model: Any) -> int:
+    length: int | None = getattr(text_config(model), "max_position_embeddings", None)
     if length is None:
         raise ConfigError(
             "max_length: got None and a model configuration without max_position_embeddings, "
             "expected a number of tokens"
         )
-    return int(length)
+    return length
 
 
 def _memory(config: HiSparseConfig, needed: int, device: torch.device) -> tuple[int, int]:

@@ -10,62 +10,29 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from hisparse.cache.counters import CacheStats
 from hisparse.config import HiSparseConfig
 from hisparse.engine.coordinator import SparseCoordinator
-from hisparse.engine.metrics import CacheStats
 from hisparse.errors import CapacityError, HiSparseError
-from hisparse.transformers.attention import tag_keys
-from hisparse.transformers.build import Limits, build_store, read_config
+from hisparse.transformers.build import build_store, read_config
 from hisparse.transformers.forward import ForwardState, begin_forward, check_layer, read_mask
 from hisparse.transformers.rows import Rows, RowStore
 from hisparse.types import AttentionRule
 
-
-class BaseCache(Cache):  # type: ignore[misc]
-    """A transformers cache without layers that supports greedy decoding and sampling only."""
-
-    _max_length: int
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
-    @property
-    def is_croppable(self) -> bool:
-        """False, which turns assisted generation off."""
-        return False
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Maximum number of columns, ``max_length``."""
-        return self._max_length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Number of columns after a forward of ``query_length`` columns, and the first index."""
-        return self.get_seq_length() + query_length, 0
-
-    def __exit__(self, *_: object) -> None:
-        self.reset()
-
-    def activate_past_recording(self) -> NoReturn:
-        """Rejected: assisted generation."""
-        raise HiSparseError(
-            "generate: got assisted generation, which verifies several tokens in one dense "
-            "forward; expected generate without an assistant"
-        )
-
-    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        """Rejected: beam search."""
-        raise HiSparseError(
-            f"beam search: got {beam_idx.numel()} beams, expected num_beams=1 (greedy or sampling)"
-        )
-
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Rejected: ``fork`` repeats rows without copying full pages."""
-        raise HiSparseError(
-            f"cache: got batch_repeat_interleave({repeats}), expected cache.fork({repeats})"
-        )
+#: Attribute of a key tensor that holds its cache and layer.
+_TAG = "_hisparse_cache"
 
 
-class HiSparseCache(BaseCache):
+def key_origin(keys: Tensor) -> tuple[HiSparseCache, int] | None:
+    """The cache and the layer that new keys belong to, if :meth:`HiSparseCache.update` gave them.
+
+    A model passes its cache only to ``update``, and passes the keys that ``update`` returns to the
+    attention function. The tag on the keys identifies the cache without any global state.
+    """
+    return vars(keys).get(_TAG)
+
+
+class HiSparseCache(Cache):  # type: ignore[misc]
     """A cache to pass as ``past_key_values`` to ``generate`` or ``forward`` of an enabled model.
 
     Prompts get dense, exact attention. A forward of one column is a decode step. A row does not
@@ -96,12 +63,11 @@ class HiSparseCache(BaseCache):
         device: torch.device | str | None = None,
         **settings: Any,
     ) -> None:
-        limits = Limits(max_rows=max_batch_size, max_length=max_length, max_tokens=max_tokens)
-        store, columns = build_store(model, read_config(config, settings), limits, device)
-        self._set_up(store, columns)
+        merged = read_config(config, settings)
+        self._set_up(*build_store(model, merged, max_batch_size, max_length, max_tokens, device))
 
     def _set_up(self, store: RowStore, max_length: int) -> None:
-        super().__init__()
+        super().__init__(layers=[])
         self._store = store
         self._max_length = max_length
         self._slots = np.zeros(0, dtype=np.int64)
@@ -121,11 +87,8 @@ class HiSparseCache(BaseCache):
         """Return the new K and V unchanged; :meth:`attend` stores them.
 
         Args:
-            key_states: ``[B, Hkv, T, D]``.
-            value_states: ``[B, Hkv, T, D]``.
+            key_states, value_states: ``[B, Hkv, T, D]``.
             layer_idx: layer number.
-            args: ignored.
-            kwargs: ignored.
 
         Raises:
             HiSparseError: the previous layer did not call :meth:`attend`.
@@ -136,7 +99,8 @@ class HiSparseCache(BaseCache):
                 "model; call hisparse.transformers.enable(model, ...) and use the cache it returns"
             )
         self._updated_layer = layer_idx
-        return tag_keys(key_states, self, layer_idx), value_states
+        vars(key_states)[_TAG] = self, layer_idx
+        return key_states, value_states
 
     def attend(
         self,
@@ -213,6 +177,43 @@ class HiSparseCache(BaseCache):
         if self._forward is not None:
             self._store.shrink(self._slots, self._forward.lengths, self._lengths)
             self._forward = None
+
+    # What transformers asks; decoding is greedy or sampling.
+
+    @property
+    def is_croppable(self) -> bool:
+        """False, which turns assisted generation off."""
+        return False
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Maximum number of columns, ``max_length``."""
+        return self._max_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Number of columns after a forward of ``query_length`` columns, and the first index."""
+        return self.get_seq_length() + query_length, 0
+
+    def __exit__(self, *_: object) -> None:
+        self.reset()
+
+    def activate_past_recording(self) -> NoReturn:
+        """Rejected: assisted generation."""
+        raise HiSparseError(
+            "generate: got assisted generation, which verifies several tokens in one dense "
+            "forward; expected generate without an assistant"
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
+        """Rejected: beam search."""
+        raise HiSparseError(
+            f"beam search: got {beam_idx.numel()} beams, expected num_beams=1 (greedy or sampling)"
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        """Rejected: ``fork`` repeats rows without copying full pages."""
+        raise HiSparseError(
+            f"cache: got batch_repeat_interleave({repeats}), expected cache.fork({repeats})"
+        )
 
     # Called by users and by generate().
 

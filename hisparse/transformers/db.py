@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import rope_types
 from hisparse.errors import CapacityError, ConfigError, shorten
+from hisparse.model_config import text_config
 from hisparse.storage import Context, Contexts, FileStore, Filter, size_in_bytes
-from hisparse.transformers.activation import enable
+from hisparse.storage.fingerprint import rope_types
+from hisparse.transformers.attention import enable
 from hisparse.transformers.build import read_config
 from hisparse.transformers.fingerprint import UnchangedModel, model_fingerprint
 from hisparse.transformers.forward import read_token_ids
-from hisparse.transformers.model_shape import text_config
 from hisparse.transformers.rows import Rows
 from hisparse.transformers.session import Session, StoredPages
 from hisparse.types import KVSpec

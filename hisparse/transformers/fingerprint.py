@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import torch
 
-from hisparse.engine.fingerprint import fingerprint, model_settings, tensor_digests
 from hisparse.errors import ConfigError
-from hisparse.transformers.model_shape import rotary_frequencies
+from hisparse.model_config import rotary_frequencies
+from hisparse.storage.fingerprint import fingerprint, model_settings, tensor_digests
 
 #: What a layer of PEFT applies, and how strongly.
 _ADAPTER_STATE: Final = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")

@@ -30,12 +30,8 @@ def check_layer(
     """Check that a layer's tensors and rule are those that the cache was built for.
 
     Args:
-        layer_id: layer number.
         q: ``[B, Hq, T, D]``.
         k, v: ``[B, Hkv, T, D]``.
-        rule: how the layer attends.
-        policy: shapes and rules that the cache was built for.
-        device: device of the cache's tensors.
         max_length: columns of the cache; a window that holds them is none.
 
     Raises:
@@ -151,17 +147,7 @@ class ForwardState:
     def attention(
         self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention of one layer.
-
-        Args:
-            layer_id: layer number.
-            q: ``[B, Hq, T, D]``.
-            k, v: ``[B, Hkv, T, D]``.
-            sinks: ``[Hq]``, see :meth:`SparseCoordinator.attention`; None: no sinks.
-
-        Returns:
-            ``[B, T, Hq, Dv]`` in the dtype of q, zeros at padding.
-        """
+        """Attention of one layer; arguments and result as of :meth:`HiSparseCache.attend`."""
         batch, heads, width, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         index, attention = self.index, self.store.coordinator.attention

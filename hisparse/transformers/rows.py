@@ -14,12 +14,9 @@ from hisparse.errors import CapacityError
 
 
 class HostPageAllocator:
-    """Allocates host pages with reference counts. A page is free once no row owns it.
+    """Allocates pages 1 to ``num_pages`` of a host pool, with reference counts.
 
-    Page 0 is the pool's padding page and is never allocated.
-
-    Args:
-        num_pages: number of pages to allocate from; their ids are 1 to ``num_pages``.
+    A page is free once no row owns it. Page 0 is the pool's padding page.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -43,14 +40,7 @@ class HostPageAllocator:
             )
 
     def allocate(self, count: int) -> np.ndarray:
-        """Allocate pages with one owner each.
-
-        Returns:
-            ``[count] int32`` page ids.
-
-        Raises:
-            CapacityError: fewer pages are free; none is allocated.
-        """
+        """Allocate pages with one owner each: ``[count] int32``; none if fewer are free."""
         self.require(count)
         self._num_free -= count
         pages: np.ndarray = self._free[self._num_free : self._num_free + count][::-1].copy()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import page_namespace
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.storage import Context, Contexts, FileStore, page_keys
+from hisparse.storage.fingerprint import page_namespace
 from hisparse.transformers.cache import HiSparseCache
 from hisparse.transformers.fingerprint import UnchangedModel
 from hisparse.transformers.forward import read_token_ids
@@ -30,15 +29,8 @@ class StoredPages:
 
     Args:
         rows: owner of the rows; nothing has run on it yet.
-        store: the store.
-        config: the settings of the rows.
-        fingerprint: of the model.
-        model: checks that the model is still that of the fingerprint.
+        model: checks that the model is still that of ``fingerprint``.
         page_tokens: tokens of a page of the store, a multiple of the rows' page size.
-
-    Attributes:
-        namespace: of the pages.
-        page_tokens: as given.
     """
 
     def __init__(
@@ -100,11 +92,7 @@ class StoredPages:
         return slots, int(held[0])
 
     def save(self, slots: np.ndarray, keys: Sequence[str]) -> int:
-        """Store the first pages of a row, up to the first that is not exact.
-
-        Args:
-            slots: ``[1]``, request slot of the row.
-            keys: of its first pages.
+        """Store the first pages of a row, ``slots [1]``, up to the first that is not exact.
 
         Returns:
             Pages of ``keys`` from the first on that the store has now.
@@ -126,7 +114,7 @@ class StoredPages:
             data = torch.empty(len(part), self._serializer.record_bytes, dtype=torch.uint8)
             self._serializer.read(pages[first * per_record :][: len(part) * per_record], data)
             for key, record in zip(part, data, strict=True):
-                self._store.put(self.namespace, key, self._parts(record))
+                self._store.put(self.namespace, key, record.numpy().data)
         return self._store.find(self.namespace, keys)
 
     def save_layers(
@@ -197,11 +185,6 @@ class StoredPages:
         self._loaded.begin([after])
         for layer in range(self._rows.coordinator.policy.kv.num_layers):
             self._loaded.prepare(layer)
-
-    def _parts(self, record: Tensor) -> list[memoryview]:
-        data = record.numpy().data
-        bounds = accumulate(self._serializer.part_bytes, initial=0)
-        return [data[start:end] for start, end in pairwise(bounds)]
 
     def _wait(self) -> None:
         """Wait for the kernels that read or write host pages."""

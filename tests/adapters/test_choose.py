@@ -9,15 +9,21 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hisparse.adapters import ADAPTERS, TorchAdapter, TritonAdapter, choose_adapter
+from hisparse.adapters import (
+    ADAPTERS,
+    BackendAdapter,
+    TorchAdapter,
+    TritonAdapter,
+    choose_adapter,
+)
 from hisparse.adapters import flash_attention as flash_attention_module
+from hisparse.adapters.base import DeviceLimits
 from hisparse.adapters.torch import attention_shared_bytes
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import resolve
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.kernels import quantize
-from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.memory.costs import Resources
 from hisparse.types import UNSCALED, AttentionRule, KVSpec
 from tests.adapters.interpreter import Interpreter
@@ -137,7 +143,7 @@ def test_adapters_that_declare_scales_attend_by_them() -> None:
     declared = {name for name in ADAPTERS if ADAPTERS.get(name).scaled}
     assert declared == {"torch", "triton"}
     for name in declared:
-        assert "attend_scaled" in vars(ADAPTERS.get(name))
+        assert ADAPTERS.get(name).attend_scaled is not BackendAdapter.attend_scaled
     q = torch.zeros(1, 1, 8)
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     stored = quantize(torch.ones(1, 1, 4, 8), torch.full((1, 1, 4, 8), 3.0), torch.int8)

@@ -17,7 +17,7 @@ from hisparse.algorithms.quest import Quest
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.kernels.index.reference import stored_to_float
 from hisparse.testing import Request, Simulator
-from hisparse.testing.world import INDEXER_DIM
+from hisparse.testing.simulator import INDEXER_DIM
 from hisparse.types import IndexerInputs, Selection
 from tests.hf_indexer import inputs_of, scores_of
 

@@ -10,29 +10,19 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse.algorithms import DecodeStep, PrefillStep, tail_logits
+from hisparse.algorithms import DecodeStep, PrefillStep
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.topp import TopP, _page_scores
 from hisparse.eval.selection_stats import _exact_attention
 from hisparse.kernels import cap_logits
-from hisparse.testing import Request, Simulator, world
+from hisparse.testing import Request, Simulator
 from hisparse.types import Selection
 
 CAP = 2.0
 #: Logits of random keys are then about as large as the cap.
 SCALE = 0.6
-
-
-@pytest.fixture(autouse=True)
-def capped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated models cap their logits."""
-    original = world.make_policy
-
-    def make_policy(*arguments: Any) -> Any:
-        return replace(original(*arguments), logit_cap=CAP)
-
-    monkeypatch.setattr(world, "make_policy", make_policy)
+CAPPED = {"scale": SCALE, "logit_cap": CAP}
 
 
 def exact_logits(sim: Simulator, request: Request, layer: int, queries: Tensor) -> Tensor:
@@ -61,7 +51,7 @@ def play(sim: Simulator, look: Any) -> Request:
 
 
 def test_attention_mass_is_that_of_capped_logits() -> None:
-    sim = Simulator(scale=SCALE)
+    sim = Simulator(**CAPPED)
 
     def look(layer_id: int, queries: Tensor, step: DecodeStep, request: Request) -> None:
         pages, tail = _exact_attention(layer_id, queries, step)
@@ -75,21 +65,9 @@ def test_attention_mass_is_that_of_capped_logits() -> None:
     play(sim, look)
 
 
-def test_the_tail_page_s_log_sum_exp_is_capped() -> None:
-    def look(layer_id: int, queries: Tensor, step: DecodeStep, request: Request) -> None:
-        query = queries.float() * SCALE
-        logits = tail_logits(query, layer_id, step)
-        there = logits > -torch.inf
-        logits = cap_logits(logits, CAP).masked_fill(~there, -torch.inf)
-        found = step.tail_lse(layer_id, query)
-        assert_close(found, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-
-    play(Simulator(scale=SCALE), look)
-
-
 @pytest.mark.parametrize("algorithm", [TopP(mass=0.5), Oracle()], ids=["topp", "oracle"])
 def test_scores_of_pages_of_one_token_are_capped_logits(algorithm: TopP | Oracle) -> None:
-    sim = Simulator(algorithm=algorithm, scale=SCALE, page_size=1, host_pages=600)
+    sim = Simulator(algorithm=algorithm, **CAPPED, page_size=1, host_pages=600)
 
     def scores(layer_id: int, queries: Tensor, step: DecodeStep) -> Tensor:
         if isinstance(algorithm, Oracle):
@@ -118,7 +96,7 @@ def test_the_prompt_s_last_queries_vote_with_capped_weights(
 
     monkeypatch.setattr(SnapKV, "_votes", watched)
     algorithm = SnapKV(window=4)
-    sim = Simulator(algorithm=algorithm, scale=SCALE, scope="query_head")
+    sim = Simulator(algorithm=algorithm, **CAPPED, scope="query_head")
     request = sim.request(1, 96, seed=1)
     sim.prefill((request, 96))
     assert set(votes) == set(range(sim.layers))

@@ -76,7 +76,7 @@ def spec(page_size: int = SIZE, head_dim: int = DIM) -> KVSpec:
     return replace(LLAMA, num_layers=1, page_size=page_size, **heads)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 576])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 576])
 def test_at_most_a_tenth_of_the_key_bytes(head_dim: int) -> None:
     kv = spec(head_dim=head_dim)
     key_bytes = kv.page_size * head_dim * kv.dtype.itemsize

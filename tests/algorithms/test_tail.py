@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.testing import assert_close
 
 from hisparse.algorithms import DecodeStep, tail_logits
+from hisparse.kernels import cap_logits
 from hisparse.testing import Simulator
 from hisparse.types import Selection
 
@@ -21,15 +23,18 @@ from hisparse.types import Selection
         {"scope": "query_head"},
         {"scope": "kv_head", "kv_cache_dtype": "fp8_e4m3"},
         {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16},
+        {"logit_cap": 2.0, "scale": 0.6},
     ],
-    ids=["layer", "kv-head", "query-head", "fp8", "mla"],
+    ids=["layer", "kv-head", "query-head", "fp8", "mla", "capped"],
 )
 def test_the_log_sum_exp_is_that_of_the_logits(settings: dict[str, Any]) -> None:
     lengths = set[int]()
 
     def compare(layer_id: int, queries: Tensor, step: DecodeStep, _: Selection) -> None:
         query = queries.float() * step.policy.scale
-        expected = tail_logits(query, layer_id, step).logsumexp(-1)
+        logits = tail_logits(query, layer_id, step)
+        capped = cap_logits(logits.clone(), step.policy.logit_cap)
+        expected = capped.masked_fill(logits == -torch.inf, -torch.inf).logsumexp(-1)
         assert_close(step.tail_lse(layer_id, query), expected, rtol=1e-5, atol=1e-5)
         lengths.update(step.tail_lens.tolist())
 

@@ -27,8 +27,7 @@ from hisparse_bench.load.gate import (
     measure_reference,
 )
 from hisparse_bench.load.options import LoadOptions, read_recipe, recipe_names
-from hisparse_bench.load.report import UNCHECKED, LoadReport, LoadResult
-from hisparse_bench.load.running import Usage
+from hisparse_bench.load.report import UNCHECKED, LoadReport, LoadResult, Usage
 from hisparse_bench.report import Case
 from tests.command import Command
 from tests.processes import is_running

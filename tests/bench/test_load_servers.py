@@ -6,15 +6,12 @@ import json
 from collections.abc import Callable
 from email.message import Message
 from http.client import IncompleteRead
-from io import StringIO
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
 import pytest
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, HiSparseError
@@ -23,8 +20,8 @@ from hisparse_bench.load.client import LoadRun, Prompts
 from hisparse_bench.load.contenders import DENSE, SGLANG_HISPARSE, Contender, ServedModel
 from hisparse_bench.load.gate import Comparison, Distance, Reference
 from hisparse_bench.load.options import LoadOptions
-from hisparse_bench.load.running import RunningServer, Status, Usage
-from hisparse_bench.server import ServerClient
+from hisparse_bench.load.report import Usage
+from hisparse_bench.server import RunningServer, ServerClient
 from tests.command import Command
 
 CHUNK = "--chunked-prefill-size"
@@ -345,30 +342,7 @@ def test_the_state_of_a_run_is_a_line_for_each_server(
     _, err = command.run(*FLAGS)
     for i, name in enumerate(("the check, dense", "the check, quest", "dense", "quest"), 1):
         assert f"server {i} of 4: starting the server of {name}" in err
-    assert "more than 0 min left of this run" in err, "no distance was measured yet"
-    assert "about 0 min left of this run" in err
     assert "takes most of a short run; --no-quality leaves it out" in err
-
-
-def test_what_is_left_counts_all_kinds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The distance from dense decoding takes minutes where answers take seconds."""
-    out, now = StringIO(), 0.0
-    monkeypatch.setattr("hisparse_bench.load.running.time.monotonic", lambda: now)
-    shown = Status(Progress(console=Console(file=out, width=200), disable=True))
-    shown.expect(3, {"starts": 3, "answers": 400, "distance": 100})
-    for name, kind, amount, minutes in (
-        ("one", "answers", 100, 1), ("two", "distance", 50, 6), ("three", "answers", 0, 0)
-    ):  # fmt: skip
-        shown.start_server(name)
-        with shown.work("starts", 1):
-            now += 30
-        with shown.work(kind, amount):
-            now += 60 * minutes
-    lines = out.getvalue().splitlines()
-    assert lines[0].endswith("server 1 of 3: starting the server of one")
-    # Two starts and three times the answers; nothing says yet what the distance takes.
-    assert lines[1].endswith("two, more than 4 min left of this run")
-    assert lines[2].endswith("three, about 10 min left of this run")
 
 
 def test_without_the_check_a_run_is_only_its_loads_and_no_gate_has_passed(
@@ -378,7 +352,7 @@ def test_without_the_check_a_run_is_only_its_loads_and_no_gate_has_passed(
     assert servers.log == [
         "start dense", "dense 8", "load", "start quest", "quest 8", "load"
     ]  # fmt: skip
-    assert "server 2 of 2: starting the server of quest, about 0 min left" in err
+    assert "server 2 of 2: starting the server of quest" in err
     (case,) = json.loads(out)["cases"]
     assert case["gate"] == "not checked"
     assert case["ratios"] == case["throughput_ratios"] == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 
@@ -63,7 +62,7 @@ def test_fields() -> None:
     assert report["machine"]
     assert report["commit"]
     (case,) = report["cases"]
-    assert set(case) == {"name", "params", "gate", "results", "ratios", "parts"}
+    assert set(case) == {"name", "params", "gate", "results", "ratios"}
     assert [r["impl"] for r in case["results"]] == ["slow", "fast"]
     assert set(case["results"][0]) == {"impl", "median_us", "p10_us", "p90_us", "gb_s"}
     assert case["ratios"] == {"slow/fast": 4.0}
@@ -75,17 +74,6 @@ def test_a_failed_check_hides_the_times() -> None:
     assert (case["gate"], case["results"], case["ratios"]) == ("failed", [], {})
     assert "2.000" not in _table(report)
     assert "slow" not in _table(report)
-
-
-def test_parts_are_shown_with_their_shares_if_the_check_passed() -> None:
-    parts = {"score": 1500.0, "rest": 500.0, "step": 2000.0}
-    for gate, count in (("passed", 1), ("failed", 0)):
-        case = dataclasses.replace(_case(gate), parts=parts)
-        report = Report(command="bench x", device="cpu", cases=[case])
-        line = "both: step 2.00 ms = score 1.50 ms (75%) + rest 500.0 us (25%)"
-        assert _table(report).count(line) == count
-        (found,) = json.loads(report.to_json())["cases"]
-        assert found["parts"] == (parts if count else {})
 
 
 @pytest.mark.parametrize(

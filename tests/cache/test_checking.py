@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hisparse.cache.checking import check_selection
+from hisparse.cache import check_selection
 from hisparse.errors import HiSparseError
 from hisparse.testing import Simulator
 from hisparse.types import Selection

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hisparse.cache import SparseKVCacheManager, swap_in
+from hisparse.cache.kv_io import KVReadWrite
 from hisparse.testing import Simulator
 
 
@@ -24,15 +25,20 @@ def count(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counte
 @pytest.mark.parametrize("scope", ["layer", "kv_head", "query_head"])
 def test_a_decode_layer_enters_three_times(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append, swap in, finish; the last one only in a step that fills a tail page."""
+    counts: Counter[str] = Counter()
+    for owner, name in (
+        (KVReadWrite, "append"),
+        (swap_in.SwapIn, "swap_in"),
+        (SparseKVCacheManager, "finish"),
+    ):
+        count(monkeypatch, owner, name, counts)
     sim = Simulator(scope=scope, layers=3)
     request = sim.request(1, 160, seed=1)
     sim.prefill((request, 8 * sim.page_size - 2))
-    counts: Counter[str] = Counter()
-    for name in ("append", "swap_in", "finish"):
-        count(monkeypatch, SparseKVCacheManager, name, counts)
     for name in ("diff_tables", "move_pages"):
         count(monkeypatch, swap_in, name, counts)
     once = dict.fromkeys(("append", "swap_in", "diff_tables", "move_pages"), 3)
+    counts.clear()
     sim.decode(request)
     assert counts == once
     counts.clear()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.cache import HostKVPool, allocate, page_lock
+from hisparse.cache import HostKVPool, allocate
 from hisparse.cache.allocate import zeros
 from hisparse.errors import CapacityError
 from hisparse.types import KVSpec
@@ -85,8 +85,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(allocate, "is_readable_in_place", lambda: True)
-    monkeypatch.setattr(page_lock, "_forget_error", lambda: None)
-    monkeypatch.setattr(page_lock, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(allocate, "_forget_error", lambda: None)
+    monkeypatch.setattr(allocate, "PIECE_BYTES", PIECE)
     return fake
 
 
@@ -176,7 +176,7 @@ def test_a_pool_takes_the_bytes_that_were_planned(runtime: FakeRuntime) -> None:
 EXIT = """
     import os, sys
     import torch
-    from hisparse.cache import allocate, page_lock
+    from hisparse.cache import allocate
     from tests.cache.test_page_lock import FakeRuntime
 
     class Printing(FakeRuntime):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hisparse.cache.streams import CudaStreams, InlineStreams, SideStreams, make_streams
+from hisparse.cache.streams import CudaStreams, SideStreams, make_streams
 from tests.delayed import DelayedStreams
 
 
@@ -122,7 +122,7 @@ def test_a_second_join_waits_for_nothing(streams: SideStreams) -> None:
 
 def test_without_cuda_work_is_done_at_once() -> None:
     streams, done = make_streams(torch.device("cpu")), []
-    assert isinstance(streams, InlineStreams)
+    assert not isinstance(streams, CudaStreams)
     started = streams.start("read", lambda: done.append(1))
     assert done == [1]
     started.join()

@@ -6,13 +6,12 @@ import re
 import subprocess
 import sys
 import warnings
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from hisparse.cli import main
-from hisparse.cli.output import without_sglang_warnings
+from hisparse.cli.terminal import without_sglang_warnings
 from hisparse.errors import ConfigError
 from tests.command import Command
 
@@ -128,11 +127,6 @@ def test_what_ends_a_command(
     monkeypatch.setattr("hisparse.eval.models.resolve", fail)
     assert main(["bench", "serve"]) == code
     assert capsys.readouterr().err == said
-
-
-def test_the_installed_command_is_this_one() -> None:
-    (script,) = entry_points(group="console_scripts", name="hisparse")
-    assert script.load() is main
 
 
 def test_output_to_a_full_disk() -> None:

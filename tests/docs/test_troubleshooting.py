@@ -66,7 +66,7 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def test_the_page_quotes_messages() -> None:
-    assert len(QUOTED) > 60
+    assert len(QUOTED) > 50
     assert len(set(QUOTED)) == len(QUOTED)
 
 

@@ -15,7 +15,7 @@ from hisparse import doctor
 from hisparse.cli import main
 from hisparse.doctor import Finding, checks
 from hisparse.kernels.build import cpu, isa
-from hisparse.sglang import names
+from hisparse.sglang import install
 
 
 def only(look: Callable[[], list[Finding]]) -> Finding:
@@ -34,7 +34,7 @@ def test_on_this_machine() -> None:
         assert list(check) == ["name", "status", "message", "remedy"]
         assert check["status"] in ("ok", "warning")
         assert check["status"] == "ok" or check["remedy"]
-    assert checks["sglang"]["message"] == f"{names.RELEASE}, the supported release"
+    assert checks["sglang"]["message"] == f"{install.RELEASE}, the supported release"
     assert checks["hooks"]["status"] == checks["plugin"]["status"] == "ok"
     assert {"python", "torch", "host memory", "CPU kernels", "adapters"} <= set(checks)
     assert re.match(r"C\+\+ for \S+.*: /.*\.so$", checks["CPU kernels"]["message"])
@@ -44,7 +44,7 @@ def test_on_this_machine() -> None:
 @pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     """Sets the release of SGLang that seems to be installed."""
-    return lambda found: monkeypatch.setattr(names, "installed_release", lambda: found)
+    return lambda found: monkeypatch.setattr(install, "installed_release", lambda: found)
 
 
 def test_without_sglang(
@@ -56,8 +56,8 @@ def test_without_sglang(
     assert main(["doctor", "--json"]) == 1
     out, err = capsys.readouterr()
     checks = {check["name"]: check for check in json.loads(out)["checks"]}
-    assert checks["sglang"]["message"] == f"got none, expected {names.RELEASE}"
-    assert checks["sglang"]["remedy"] == f"pip install sglang=={names.RELEASE}"
+    assert checks["sglang"]["message"] == f"got none, expected {install.RELEASE}"
+    assert checks["sglang"]["remedy"] == f"pip install sglang=={install.RELEASE}"
     assert checks["hooks"]["status"] == "warning"
     assert "Traceback" not in err
 
@@ -66,14 +66,14 @@ def test_without_sglang(
 def test_a_release_that_is_not_supported(found: str, release: Callable[[str | None], None]) -> None:
     release(found)
     check = only(checks.sglang_version)
-    assert (check.status, check.message) == ("error", f"got {found}, expected {names.RELEASE}")
-    assert check.remedy == f"pip install sglang=={names.RELEASE}"
-    assert only(checks.hooks).message == f"not checked: sglang {names.RELEASE} is not installed"
+    assert (check.status, check.message) == ("error", f"got {found}, expected {install.RELEASE}")
+    assert check.remedy == f"pip install sglang=={install.RELEASE}"
+    assert only(checks.hooks).message == f"not checked: sglang {install.RELEASE} is not installed"
 
 
 @pytest.mark.parametrize("build", ["", ".post1", "+cpu"])
 def test_a_build_of_the_release(build: str, release: Callable[[str | None], None]) -> None:
-    release(names.RELEASE + build)
+    release(install.RELEASE + build)
     assert only(checks.sglang_version).status == "ok"
 
 
@@ -100,7 +100,7 @@ def test_an_sglang_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     assert check.message.startswith("SGLang cannot be imported: ")
     assert "no libfoo.so" in check.message
     wanted = [f"{name} {checks.sglang_pin(name)}" for name in ("torch", "transformers")]
-    asks = f"install what sglang {names.installed_release()} asks for: "
+    asks = f"install what sglang {install.installed_release()} asks for: "
     assert check.remedy == asks + " and ".join(wanted)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse.cache.formats import format_of
 from hisparse.engine.build import kept_tensors
 from hisparse.testing import Request, Simulator
-from hisparse.testing.world import INDEXER_DIM
+from hisparse.testing.simulator import INDEXER_DIM
 from hisparse.types import IndexerInputs, KVSpec
 
 __all__ = [

@@ -181,7 +181,7 @@ def test_rows_that_shrink_and_grow_between_replays() -> None:
                 others = [sim.request([1, 3, 4][step // 12 % 3], 190, seed=step)]
                 sim.prefill((others[0], 90 + step))
             found.append(sim.decode(*others, one)[:, -1])
-            capacities.add(sim.manager.residency.capacities.capacity(2))
+            capacities.add(sim.manager.residency.capacities.held[2])
             if step % 12 == 11:
                 sim.end(others.pop())
         outs.append(torch.stack(found))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.torch import TorchAdapter
-from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
+from hisparse.algorithms import DecodeStep
 from hisparse.cache import Counters
 from hisparse.engine.extensions.prefetch import Prefetch
 from hisparse.errors import AlgorithmError, KernelError
@@ -210,43 +210,45 @@ def test_an_exception_names_the_method_and_keeps_its_cause(
     assert isinstance(error.value.__cause__, KeyError)
 
 
-def test_what_a_kernel_refuses_names_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = torch.zeros(2, 3, 47)
-    monkeypatch.setattr(Right, "score", lambda self, query, summaries: scores)
-    with pytest.raises(
-        AlgorithmError, match="Right .*, layer 0, retrieve_topk: .* 3 heads"
-    ) as error:
-        decode(Right())
-    assert isinstance(error.value.__cause__, KernelError)
+WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "refused-by-a-kernel": (
+        "score", lambda *_: torch.zeros(2, 3, 47), "layer 0, retrieve_topk: .* 3 heads",
+    ),
+    "no-scores": ("score", lambda *_: None, r"layer 0, score_pages: got .*\[2, heads, 47\]"),
+    "few-scores": (
+        "score", lambda *_: torch.zeros(2, 2, 5), r"layer 0, score_pages: got .*\[2, heads, 47\]",
+    ),
+    "scores-without-heads": (
+        "score", lambda *_: torch.zeros(2, 47), r"layer 0, score_pages: got .*\[2, heads, 47\]",
+    ),
+    "text": (
+        "select_prefill", lambda *_: "text", r"select_prefill: got str, .*positions \[200, K\]",
+    ),
+    "a-vector": (
+        "select_prefill", lambda *_: torch.zeros(3), r"select_prefill: got .*positions \[200, K\]",
+    ),
+    "few-positions": (
+        "select_prefill",
+        lambda *_: torch.zeros(3, 4).int(),
+        r"select_prefill: got .*positions \[200, K\] int32",
+    ),
+    "no-representations": ("representations", fails, "representations: got KeyError"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("scores", [None, torch.zeros(2, 2, 5), torch.zeros(2, 47)])
-def test_scores_of_the_wrong_shape_are_an_error(
-    scores: Tensor | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("method", "returned", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_result_names_the_algorithm(
+    method: str, returned: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Right, "score", lambda self, query, summaries: scores)
-    with pytest.raises(
-        AlgorithmError, match=r"Right .*, layer 0, score_pages: got .*\[2, heads, 47\]"
-    ):
+    def replacement(self: Right, *args: Any) -> Any:
+        return returned(*args)
+
+    replacement.__name__ = method
+    monkeypatch.setattr(Right, method, replacement)
+    with pytest.raises(AlgorithmError, match=f"Right .*, {message}") as error:
         decode(Right())
-
-
-@pytest.mark.parametrize("positions", ["text", torch.zeros(3), torch.zeros(3, 4).int()])
-def test_positions_of_the_wrong_form_are_an_error(
-    positions: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Right, "select_prefill", lambda *_: positions)
-    with pytest.raises(AlgorithmError, match=r"select_prefill: got .*positions \[200, K\] int32"):
-        decode(Right())
-
-
-def test_no_representations_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def representations(self: Right, policy: SelectionPolicy) -> dict[str, Representation]:
-        return fails()
-
-    monkeypatch.setattr(Right, "representations", representations)
-    with pytest.raises(AlgorithmError, match=r"Right .*, representations: got KeyError"):
-        decode(Right())
+    if "3 heads" in message:
+        assert isinstance(error.value.__cause__, KernelError)
 
 
 @pytest.mark.parametrize("method", ["before_layer", "refine_selection", "store_pages"])

@@ -1,4 +1,4 @@
-"""Pages that come from a store: steps select and attend as if this server had computed them."""
+"""Pages of a store, and requests of another server: steps are as if this one had computed them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.algorithms.dipr.algorithm import DIPR
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
@@ -33,22 +33,35 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def move(
+    source: Simulator,
+    computed: Request,
+    target: Simulator,
+    request: Request,
+    stop: int,
+    start: int = 0,
+) -> None:
+    """Move tokens ``start`` to ``stop - 1`` to another engine, with what it cannot build."""
+    size = source.page_size
+    target._grow(request, stop)
+    new, old = (sim._slots(r, start, stop) for sim, r in ((target, request), (source, computed)))
+    for layer in range(source.layers):
+        tokens = read_tokens(source.manager.host.stored(layer), old)
+        write_tokens(tokens, target.manager.host.stored(layer), new)
+    pages = slice(start // size, -(-stop // size))
+    stored = source.coordinator.stored_entries()
+    for name, entries in target.coordinator.stored_entries().items():
+        entries[:, request.host_pages[pages]] = stored[name][:, computed.host_pages[pages]]
+    request.done = stop
+
+
 def load(
     source: Simulator, computed: Request, target: Simulator, request: Request
 ) -> RestoredPages:
     """Move the first ``STORED`` tokens to pages of another engine, as a store would."""
     _, loaded = target.coordinator.share_pages()
-    target._grow(request, STORED)
-    new, old = (sim._slots(r, 0, STORED) for sim, r in ((target, request), (source, computed)))
-    for layer in range(source.layers):
-        tokens = read_tokens(source.manager.host.stored(layer), old)
-        write_tokens(tokens, target.manager.host.stored(layer), new)
-    pages = [torch.tensor(r.host_pages[: STORED // source.page_size]) for r in (request, computed)]
-    stored = source.coordinator.stored_entries()
-    for name, entries in target.coordinator.stored_entries().items():
-        entries[:, pages[0]] = stored[name][:, pages[1]]
+    move(source, computed, target, request, STORED)
     loaded.add(torch.tensor(request.host_pages))
-    request.done = STORED
     return loaded
 
 
@@ -126,3 +139,104 @@ def test_loaded_and_computed_pages_take_turns() -> None:
     target.prefill((request, 20))
     for _ in range(20):
         assert torch.equal(source.decode(computed), target.decode(request))
+
+
+#: Shapes of servers that get requests from others.
+SENT = {name: SHAPES[name] for name in ("layers first", "fp8", "latents", "tail estimate", "reuse")}
+SENT |= {
+    "fp8 latents": SHAPES["latents"]
+    | {"kv_cache_dtype": "fp8_e4m3", "head_dim": 48, "latent_rank": 32},
+    "indexer": SHAPES["indexer"],
+    "windows": {"layers": 4, "windows": (20, 0, 9, 0)},
+}
+
+
+def send(
+    source: Simulator, computed: Request, target: Simulator, request: Request, start: int = 0
+) -> Request:
+    """Move the computed tokens from ``start`` on, as a transfer does; the others are there."""
+    move(source, computed, target, request, computed.done, start)
+    pages = slice(start // source.page_size, computed.done // source.page_size)
+    target.arrived.add(request.slot, torch.tensor(request.host_pages[pages]))
+    return request
+
+
+def engines(shape: dict[str, Any]) -> tuple[Simulator, Simulator]:
+    source, target = (Simulator(**({"algorithm": Quest()} | shape)) for _ in range(2))
+    target.free_host_pages.reverse()
+    target.arrived = target.coordinator.receive_requests()
+    return source, target
+
+
+@pytest.mark.parametrize("prompt", [128, 129, 137])
+@pytest.mark.parametrize(
+    ("algorithm", "shape"),
+    [(Quest(), {}), (Sketch(), {}), (Oracle(), {}), (DIPR(beta=1.0), {})]
+    + [(Sketch(), shape) for shape in SENT.values()],
+    ids=["quest", "sketch", "oracle", "dipr", *SENT],
+)
+def test_steps_are_those_of_a_request_prefilled_here(
+    algorithm: BaseSparseAlgorithm, shape: dict[str, Any], prompt: int
+) -> None:
+    source, target = engines({"algorithm": algorithm} | shape)
+    computed = source.request(1, LENGTH, 3)
+    source.prefill((computed, prompt))
+    request = send(source, computed, target, target.request(2, LENGTH, 3))
+    for _ in range(30):
+        assert torch.equal(source.decode(computed), target.decode(request))
+
+
+def test_requests_join_others_that_decode() -> None:
+    source, target = engines({})
+    computed = [source.request(slot, LENGTH, 3) for slot in (1, 2)]
+    source.prefill((computed[0], 100), (computed[1], 137))
+    first = send(source, computed[0], target, target.request(2, LENGTH, 3))
+    for _ in range(5):
+        assert torch.equal(source.decode(computed[0]), target.decode(first))
+    second = send(source, computed[1], target, target.request(1, LENGTH, 3))
+    for _ in range(20):
+        assert torch.equal(source.decode(*computed), target.decode(first, second))
+
+
+def test_a_shared_prefix_outlives_a_request_that_ends_before_it_decodes() -> None:
+    """Only what follows the prefix is sent to the second request."""
+    source, target = engines({})
+    computed = source.request(1, LENGTH, 3)
+    source.prefill((computed, 128))
+    ended = send(source, computed, target, target.request(1, LENGTH, 3))
+    target.end(ended)
+    shared = 96
+    request = target.request(2, LENGTH, 3, like=ended, shared=shared)
+    send(source, computed, target, request, start=shared)
+    for _ in range(20):
+        assert torch.equal(source.decode(computed), target.decode(request))
+
+
+def test_without_building_representations_steps_would_differ() -> None:
+    """Otherwise the tests above would show nothing."""
+    source, target = engines({"checked": False})
+    computed = source.request(1, LENGTH, 3)
+    source.prefill((computed, 137))
+    request = send(source, computed, target, target.request(2, LENGTH, 3))
+    target.arrived.drop(2)
+    assert not torch.equal(source.decode(computed), target.decode(request))
+
+
+def test_a_slot_that_begins_again_waits_for_nothing() -> None:
+    source, target = engines({})
+    computed = source.request(1, LENGTH, 3)
+    source.prefill((computed, 128))
+    target.end(send(source, computed, target, target.request(2, LENGTH, 3)))
+    assert not target.arrived.any_of([2])
+
+
+def test_no_captured_step_serves_a_request_that_has_just_arrived() -> None:
+    source, target = engines({"checked": False})
+    computed = source.request(1, LENGTH, 3)
+    source.prefill((computed, 128))
+    request = send(source, computed, target, target.request(2, LENGTH, 3))
+    first = target.next_tokens(request)
+    assert not first.begin_replay(target.coordinator)
+    target.coordinator.forward_begin(first)
+    target._forward([(request, request.done - 1, request.done)])
+    assert target.next_tokens(request).begin_replay(target.coordinator)

@@ -322,8 +322,8 @@ class Requests(RuleBasedStateMachine):
     def _check_rows(self, sequence: Sequence, layer: int) -> None:
         device, heads = self.sim.manager.device, self.sim.policy.heads
         host = [bytes_of(x) for x in self.sim.manager.host.stored(layer).tensors]
-        state, capacity = device.state(layer), self.sim.manager.residency.capacities
-        held, size = capacity.capacity(sequence.slot), self.sim.page_size
+        state, capacities = device.state(layer), self.sim.manager.residency.capacities
+        held, size = int(capacities.held[sequence.slot]), self.sim.page_size
         full, tail = divmod(sequence.done, size)
         for head in range(heads):
             row = sequence.slot * heads + head
@@ -358,8 +358,8 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def live_requests_are_known(self) -> None:
-        residency = self.sim.manager.residency
-        assert set(residency.capacities.live) == {x.slot for x in self.live}
+        live = self.sim.manager.residency.capacities.live.nonzero()[0]
+        assert set(live.tolist()) == {x.slot for x in self.live}
 
     @invariant()
     def pages_are_summarized(self) -> None:

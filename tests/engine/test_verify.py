@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ from torch import Tensor
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.topp import TopP
-from hisparse.engine.modes import Runs
-from hisparse.testing import Request
-from tests.engine.drafting import Draft, DraftingSimulator, random_draft
+from hisparse.engine.verify import VerifyBatch
+from hisparse.testing import Request, Simulator
+from hisparse.types import IndexerInputs
 from tests.sizes import sized
 
 LENGTH, PROMPTS, SLOTS = 150, (101, 60), (1, 3)
@@ -53,6 +54,87 @@ SETTINGS = [
     pytest.param(ROOMY, id="rows-with-room-for-all-nodes"),
     pytest.param(ROOMY | {"page_size": 16, "budget": 64}, id="drafts-within-a-page"),
 ]
+
+
+@dataclass
+class Draft:
+    """The drafts of one request.
+
+    Attributes:
+        request: its computed tokens are those before token 0.
+        sources: for each token, the request and the position that its q, k and v come from.
+        length: tokens of the chain; the others are never accepted.
+        accepted: the last accepted token.
+    """
+
+    request: Request
+    sources: list[tuple[Request, int]]
+    length: int
+    accepted: int
+
+
+class DraftingSimulator(Simulator):
+    """Verifies drafts as SGLang does: one forward, then what is accepted."""
+
+    def reserve(self, request: Request, length: int) -> None:
+        """Give a request the host pages of its first ``length`` tokens."""
+        self._grow(request, length)
+
+    def verify(self, *drafts: Draft) -> Tensor:
+        """Verify drafts of equal size; returns ``[L, B, n, Hq, D]``, and keeps the accepted."""
+        self.coordinator.forward_begin(self.verify_batch(*drafts))
+        shape = (len(drafts), len(drafts[0].sources))
+        outs = []
+        for layer in range(self.layers):
+            tokens = [s for draft in drafts for s in draft.sources]
+            streams = zip(*([x[layer, at] for x in r.streams] for r, at in tokens), strict=True)
+            q, k, v, *indexer = (torch.stack(parts) for parts in streams)
+            inputs = IndexerInputs(*indexer) if self.algorithm.indexer else None
+            sinks = None if self.sinks is None else self.sinks[layer]
+            out = self.coordinator.attention(layer, q, k, v, inputs, sinks)
+            outs.append(out.unflatten(0, shape))
+        self.coordinator.forward_end()
+        self.coordinator.accept_drafts(np.array([draft.accepted for draft in drafts]))
+        for draft in drafts:
+            draft.request.done += draft.accepted + 1
+        return torch.stack(outs)
+
+    def verify_batch(self, *drafts: Draft) -> VerifyBatch:
+        """Drafts of equal size as the engine takes them."""
+        requests = [draft.request for draft in drafts]
+        count = len(drafts[0].sources)
+        tables = [self._grow(r, r.done + count) for r in requests]
+        width = max(map(len, tables))
+        table = torch.zeros(len(requests), width, dtype=torch.int32)
+        for row, pages in enumerate(tables):
+            table[row, : len(pages)] = pages
+        return VerifyBatch(
+            slots=torch.tensor([r.slot for r in requests]),
+            slots_cpu=np.array([r.slot for r in requests]),
+            seq_lens_cpu=np.array([r.done for r in requests]),
+            chain_lengths=np.array([draft.length for draft in drafts]),
+            host_slots=torch.stack([self._slots(r, r.done, r.done + count) for r in requests]),
+            host_page_table=table,
+        )
+
+
+def random_draft(request: Request, other: Request, count: int, rng: random.Random) -> Draft:
+    """A random chain that starts with the request's own next tokens.
+
+    Args:
+        request: the request.
+        other: a request of the same length; rejected drafts have its tokens.
+        count: tokens, those after the chain included.
+        rng: decides how long the chain is, and how much of it is accepted.
+    """
+    first, length = request.done, rng.randint(1, count)
+    most = min(length, request.length - first)
+    right = rng.choice([most, rng.randint(1, most)])
+    sources = [
+        (request, first + i) if i < right else (other, (first + i) % other.length)
+        for i in range(count)
+    ]
+    return Draft(request, sources, length, right - 1)
 
 
 def simulator(settings: dict[str, Any]) -> tuple[DraftingSimulator, list[Request]]:
@@ -152,19 +234,6 @@ def test_every_draft_attends_what_it_would_attend_alone(settings: dict[str, Any]
     assert torch.equal(out[:, 0, 6:], out[:, 0, :1].expand(-1, 2, -1, -1))
 
 
-def test_a_rejected_draft_leaves_nothing() -> None:
-    sim, (request, _) = simulator({})
-    alone, (twin, _) = simulator({})
-    other = sim.request(4, LENGTH, seed=60)
-    sim.end(other)
-    first = request.done
-    wrong = [(other, first + i) for i in range(1, 9)]
-    sim.verify(Draft(request, [(request, first), *wrong], length=9, accepted=0))
-    alone.decode(twin)
-    assert_same_state(sim, alone)
-    assert_same_tokens(sim, alone, [request])
-
-
 def test_the_forward_after_an_abandoned_verification_is_served() -> None:
     sim, (request, two) = simulator({})
     draft = Draft(request, [(request, request.done)] * 2, length=2, accepted=0)
@@ -197,19 +266,3 @@ def test_a_chain_from_dense_to_sparse() -> None:
     out = sim.verify(Draft(request, sources, length=8, accepted=7))
     assert torch.equal(out[:, 0], torch.cat([alone.decode(twin) for _ in sources], 1))
     assert_same_state(sim, alone)
-
-
-def test_runs_end_at_filled_pages_and_full_rows() -> None:
-    sim, requests = simulator({})
-    sources = [(requests[0], 0)] * 7
-    drafts = [Draft(r, sources, n, 0) for r, n in zip(requests, (6, 1), strict=True)]
-    batch = sim.verify_batch(*drafts)
-    ends = np.array([[i == 1 for i in range(7)], [False] * 7])
-
-    def runs(ends: np.ndarray, *most: int) -> list[dict[int, list[int]]]:
-        steps = batch.steps(Runs(ends, np.array(most)))
-        return [{b: list(run) for b, run in step.runs.items()} for step in steps]
-
-    assert runs(ends & False, 9, 9) == [{0: [0, 1, 2, 3, 4, 5], 1: [0]}]
-    assert runs(ends, 9, 9) == [{0: [0, 1], 1: [0]}, {0: [2, 3, 4, 5]}]
-    assert runs(ends, 3, 1) == [{0: [0, 1], 1: [0]}, {0: [2, 3, 4]}, {0: [5]}]

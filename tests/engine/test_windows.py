@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.testing import assert_close
 
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.cache.formats import format_of
@@ -19,27 +16,18 @@ from hisparse.engine.build import resolve
 from hisparse.engine.capabilities import row_tokens
 from hisparse.errors import ConfigError
 from hisparse.memory.costs import Resources
-from hisparse.testing import Request, Simulator
+from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace.reader import SelectionTrace
 from hisparse.types import KVSpec
 from tests.delayed import DelayedStreams
+from tests.engine.test_invariants import assert_dense
 from tests.sizes import SWEEPS
 
 #: Tokens: below, at and above a page of 8, over several pages, and beyond every context below.
 WINDOWS = [1, 3, 8, 9, 20, 500]
 _ROOMY = {"budget": 96, "device_buffer": 96, "max_row": 96}
 _LAYERS = {"layers": 4, "checked": True}
-
-
-def _assert_exact(
-    sim: Simulator, out: Tensor, request: Request, num_tokens: int, layers: Any = slice(None)
-) -> None:
-    """The outputs ``[L, n, Hq, D]`` of a request's last tokens are those of dense attention."""
-    k, v = format_of(sim.spec).as_read(request.k, request.v)
-    request = replace(request, k=k, v=v)
-    want = sim.dense(request, request.done - num_tokens, request.done)
-    assert_close(out[layers].double(), want[layers], rtol=1e-4, atol=1e-5)
 
 
 def _run(sim: Simulator, chunks: Mapping[int, list[int]], steps: int, layers: Any = ...) -> None:
@@ -49,11 +37,11 @@ def _run(sim: Simulator, chunks: Mapping[int, list[int]], steps: int, layers: An
     for step in range(max(map(len, chunks.values()))):
         parts = [(requests[s], n[step]) for s, n in chunks.items() if step < len(n)]
         for (request, n), out in zip(parts, sim.prefill(*parts), strict=True):
-            _assert_exact(sim, out, request, n, layers)
+            assert_dense(sim, out, request, n, layers)
     for _ in range(steps):
         out = sim.decode(*requests.values())
         for row, request in enumerate(requests.values()):
-            _assert_exact(sim, out[:, [row]], request, 1, layers)
+            assert_dense(sim, out[:, [row]], request, 1, layers)
 
 
 @pytest.mark.parametrize(
@@ -117,13 +105,13 @@ def test_a_prefix_of_the_radix_cache_is_read_up_to_the_window() -> None:
     sim.prefill((first, 80))
     second = sim.request(2, 90, seed=2, like=first, shared=64)
     (out,) = sim.prefill((second, 10))
-    _assert_exact(sim, out, second, 10)
+    assert_dense(sim, out, second, 10)
     # For attention, pages 5 to 7 and page 7 of the prefix; for decoding, pages 6 and 7 and none.
     num_pages = 2 * (3 + 1) + 2 * 2
     read = sim.manager.counters.totals()["prefill_read_bytes"]
     assert read == num_pages * sim.page_size * format_of(sim.spec).layer_token_bytes
     for _ in range(16):
-        _assert_exact(sim, sim.decode(second), second, 1)
+        assert_dense(sim, sim.decode(second), second, 1)
     assert not sim.manager.counters.totals()["miss_pages"], "decoding reads no host memory"
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from hisparse.errors import ConfigError
 from hisparse.eval import Document, Item, make_document
-from hisparse.eval.documents import questions_of
-from hisparse.eval.synthetic_tasks import count_questions
+from hisparse.eval.documents import count_questions, questions_of
 from hisparse.eval.texts import TEXTS, read_text
 
 
@@ -57,9 +56,9 @@ def test_a_context_is_as_long_as_asked_for_and_holds_every_answer(text: str, len
             assert passage.strip() in read_text(text).encode(), "nothing is planted in it"
             assert item.scored == list(range(25, 41))
         if item.task == "qa":
-            asked = next(q for q in questions_of(read_text(text), text) if q.prompt in whole)
-            assert scored == asked.answer
-            assert asked.evidence.split(" ")[0] in context
+            asked = next(q for q in questions_of(read_text(text), text) if q.completion[0] in whole)
+            assert scored == asked.completion[1]
+            assert asked.sentences[0].split(" ")[0] in context
 
 
 def test_a_short_context_is_asked_less_about() -> None:

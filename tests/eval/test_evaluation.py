@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from hisparse.errors import ConfigError
 from hisparse.eval import Evaluation, Item, Method, make_cells, make_summary, parse_methods
-from hisparse.eval.teacher_forcing import score_items
+from hisparse.eval.evaluation import score_items
 from hisparse.eval.texts import read_text
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.eval.test_documents import Letters
@@ -57,9 +57,7 @@ def contents(made: Any, **settings: Any) -> tuple[HiSparseCache, Tensor]:
 
 def test_dense_answers_are_those_of_the_model(net: Any) -> None:
     cache, ids = contents(net, **Method.dense().settings)
-    found = score_items(
-        net, cache, ids[0].tolist(), items(1), keep=lambda item: item.task == "long"
-    )
+    found = score_items(net, cache, ids[0].tolist(), items(1), keep="long")
     disable(net)
     for got in found:
         start = got.item.start
@@ -69,11 +67,11 @@ def test_dense_answers_are_those_of_the_model(net: Any) -> None:
         at = torch.tensor(got.item.scored) + start - 1
         tokens = torch.tensor([got.item.ids[i] for i in got.item.scored])
         expected = log_probs[at].gather(1, tokens[:, None])[:, 0]
-        assert_close(got.log_probs, expected, rtol=1e-3, atol=1e-3)
-        assert torch.equal(got.correct, log_probs[at].argmax(-1) == tokens)
-        assert (got.distributions is not None) == (got.item.task == "long")
-        if got.distributions is not None:
-            assert_close(got.distributions, log_probs[at], rtol=1e-3, atol=1e-3)
+        assert_close(torch.tensor(got.log_probs), expected, rtol=1e-3, atol=1e-3)
+        assert got.correct == (log_probs[at].argmax(-1) == tokens).tolist()
+        assert bool(got.distributions) == (got.item.task == "long")
+        if got.distributions:
+            assert_close(torch.stack(got.distributions), log_probs[at], rtol=1e-3, atol=1e-3)
 
 
 def test_a_right_answer_is_seen_as_right(net: Any) -> None:
@@ -87,10 +85,15 @@ def test_a_right_answer_is_seen_as_right(net: Any) -> None:
     wrong = Item(task="t", start=LENGTH, ids=[*best[:-1], best[-1] ^ 1], scored=[1, 2, 3, 4, 5])
     given = Item(task="t", start=LENGTH, ids=[*wrong.ids[:-1], 7, 7], scored=[2, 4])
     document = ids[0].tolist()
-    found = score_items(net, cache, document, [wrong, given, right], keep=lambda item: False)
-    assert found[0].correct.tolist() == [True] * 4 + [False]
-    assert found[1].correct.tolist() == [True] * 2, "what is given in between is not judged"
-    assert found[2].correct.tolist() == [True] * 5
+    found = score_items(net, cache, document, [wrong, given, right])
+    assert found[0].correct == [True] * 4 + [False]
+    assert found[1].correct == [True] * 2, "what is given in between is not judged"
+    assert found[2].correct == [True] * 5
+
+
+@pytest.fixture(autouse=True)
+def few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hisparse.eval.documents._MAX_QUESTIONS", 3)
 
 
 def evaluation(folder: Path, methods: list[Method], **changes: Any) -> Evaluation:

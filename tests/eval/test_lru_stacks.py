@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.eval.selection_stats import LruStacks, push
+from hisparse.eval.selection_stats import LruStacks
 
 
 def hits_of_a_buffer(trace: list[list[int]], size: int) -> int:
@@ -25,12 +25,8 @@ def hits_of_a_buffer(trace: list[list[int]], size: int) -> int:
     return hits
 
 
-def padded(pages: list[int], width: int) -> list[int]:
-    return pages + [-1] * (width - len(pages))
-
-
 def tensor(rows: list[list[int]], width: int) -> Tensor:
-    return torch.tensor([[padded(pages, width)] for pages in rows])
+    return torch.tensor([[pages + [-1] * (width - len(pages))] for pages in rows])
 
 
 @pytest.mark.parametrize("width", [1, 5, 12])
@@ -67,9 +63,3 @@ def test_a_slot_of_another_request_begins_anew() -> None:
     assert depths.tolist() == [[[4, 4]]]
     _, _, known = stacks.visit(1, slots, torch.tensor([51]), pages)
     assert not known.any(), "another layer has its own order"
-
-
-def test_the_order_is_that_of_the_last_use() -> None:
-    depths, order = push(torch.tensor([7, 3, 5, -1]), torch.tensor([3, 9, -1]))
-    assert depths.tolist() == [1, 4, 4]
-    assert order.tolist() == [9, 3, 7, 5]

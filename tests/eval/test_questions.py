@@ -30,27 +30,28 @@ def questions(name: str) -> list[Question]:
 def test_evidence_is_whole_sentences_that_stand_once(name: str, questions: list[Question]) -> None:
     text = read_text(name)
     for question in questions:
-        assert text.count(question.evidence) == 1
-        before, after = text.split(question.evidence)
-        assert re.search(r"([.!?;] |\n\n|^)$", before), question.evidence
-        assert re.search(r"^( |\n|$)", after), question.evidence
-        assert re.search(r"[.!?;][\"')]?$", question.evidence) or after.startswith("\n")
+        assert text.count(question.sentences[0]) == 1
+        before, after = text.split(question.sentences[0])
+        assert re.search(r"([.!?;] |\n\n|^)$", before), question.sentences[0]
+        assert re.search(r"^( |\n|$)", after), question.sentences[0]
+        assert re.search(r"[.!?;][\"')]?$", question.sentences[0]) or after.startswith("\n")
 
 
 def test_the_evidence_holds_the_answer(questions: list[Question]) -> None:
     for question in questions:
-        held = question.evidence.casefold()
-        assert words(question.answer)
-        assert all(word in held for word in words(question.answer)), question
+        held = question.sentences[0].casefold()
+        assert words(question.completion[1])
+        assert all(word in held for word in words(question.completion[1])), question
 
 
 def test_prompts_are_short_and_do_not_hold_the_answer(questions: list[Question]) -> None:
-    assert len({question.prompt for question in questions}) == len(questions)
+    assert len({question.completion[0] for question in questions}) == len(questions)
     for question in questions:
-        assert re.fullmatch(r"\n\nQuestion: [^\n]+\?\nAnswer: [A-Z]([^\n]*\S)?", question.prompt)
-        assert len(words(question.prompt)) <= 18
-        assert re.fullmatch(r" \S[^\n]*[\w]", question.answer)
-        assert question.answer.strip().casefold() not in question.prompt.casefold()
+        prompt, answer = question.completion
+        assert re.fullmatch(r"\n\nQuestion: [^\n]+\?\nAnswer: [A-Z]([^\n]*\S)?", prompt)
+        assert len(words(prompt)) <= 18
+        assert re.fullmatch(r" \S[^\n]*[\w]", answer)
+        assert answer.strip().casefold() not in prompt.casefold()
 
 
 def test_there_are_enough_wherever_a_context_begins(name: str, questions: list[Question]) -> None:
@@ -64,8 +65,8 @@ def test_there_are_enough_wherever_a_context_begins(name: str, questions: list[Q
 def test_a_part_has_the_questions_that_it_answers_and_other_texts_have_none(name: str) -> None:
     text = read_text(name)
     first = questions_of(text, name)[0]
-    assert questions_of(first.evidence, name)[0] == first
-    assert questions_of(first.evidence[1:], name) == []
+    assert questions_of(first.sentences[0], name)[0] == first
+    assert questions_of(first.sentences[0][1:], name) == []
     assert questions_of(text, "other") == []
     other = next(other for other in TEXTS if other != name)
     assert questions_of(text, other) == []

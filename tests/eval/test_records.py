@@ -1,4 +1,4 @@
-"""Records that an interrupted or damaged run left: what is whole is kept, the rest is one line."""
+"""Files of an evaluation that was interrupted or damaged, or whose disk was full."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from hisparse.errors import ConfigError
-from hisparse.eval.results import Records
+from hisparse.eval.results import RecordKey, Records
+from tests.command import Command
 from tests.eval.synthetic_records import record
+from tests.processes import largest_file
+
+RESULT = Path(__file__).with_name("smollm2-1k.json")
 
 
 def line(document: str) -> dict[str, Any]:
@@ -62,3 +66,26 @@ def test_a_line_that_is_no_record_is_named(
     assert str(file) in str(caught.value)
     assert "line 2" in str(caught.value) or "UTF-8" in message
     assert file.read_bytes() == content, "nothing is lost"
+
+
+def test_a_disk_that_is_full_cuts_a_line_and_the_others_stay(tmp_path: Path) -> None:
+    records, whole = Records(tmp_path), json.dumps(line("first")) + "\n"
+    records.append(line("first"))
+    with largest_file(len(whole) + 50), pytest.raises(OSError, match="File too large"):
+        records.append(line("second"))
+    file = tmp_path / "records.jsonl"
+    assert file.stat().st_size == len(whole) + 50, "the disk was full in the middle of a line"
+    with largest_file(1):
+        assert list(records.read()) == [RecordKey("first", "quest", 64, "00000000")]
+    assert file.read_text() == whole
+
+
+@pytest.mark.parametrize("suffix", [".md", ".html"])
+def test_a_report_keeps_the_older_one(tmp_path: Path, suffix: str, command: Command) -> None:
+    file = tmp_path / f"report{suffix}"
+    file.write_text("an older report")
+    with largest_file(100):
+        said = command.refused("eval", "--from", str(RESULT), "--report", str(file))
+    assert said == f"hisparse: error: --report: cannot write {str(file)!r}: File too large\n"
+    assert file.read_text() == "an older report"
+    assert list(tmp_path.iterdir()) == [file]

@@ -14,10 +14,9 @@ from hisparse.adapters import ADAPTERS, Attended, TritonAdapter
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig
-from hisparse.engine.batches import DecodeBatch, PrefillBatch
+from hisparse.engine.batches import DecodeBatch, PrefillBatch, StaticBatch
 from hisparse.engine.build import PoolSizes, build, make_policy
 from hisparse.engine.capabilities import resolve_settings
-from hisparse.engine.graphs import StaticBatch
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import AttentionRule, IndexerInputs, KVSpec, SelectionScope
 from tests import shapes

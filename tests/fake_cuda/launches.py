@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hisparse.kernels.operation import OPERATIONS
 from hisparse.testing.operations import tensors_in
+from tests.kernels.gpu.on_gpu import IN_HOST_MEMORY
 
 __all__ = ["Launch", "Launches", "WrongDevice"]
 
@@ -170,11 +171,13 @@ class Launches(TorchDispatchMode):
         """A call of the library of CUDA kernels."""
         operation = OPERATIONS.get("gather_pages" if name == "copy_pages" else name)
         declared = operation.arguments if operation else []
+        may_be_on_host = IN_HOST_MEMORY.get(name, ())
         for at, tensor in enumerate(arguments):
             if not isinstance(tensor, Tensor) or tensor.is_cuda:
                 continue
             argument = declared[at] if at < len(declared) else None
-            on_host = argument is not None and argument.host and tensor in self.pinned
+            on_host = argument is not None and argument.name in may_be_on_host
+            on_host = on_host and tensor in self.pinned
             if name == "copy_pages":
                 # The lists of the copy engine are in host memory.
                 on_host = tensor in self.pinned or at in (2, 5)

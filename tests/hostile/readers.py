@@ -13,18 +13,25 @@ from typing import Any
 from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
-from hisparse.eval import plots
 from hisparse.eval.report import read_result, write_reports
 from hisparse.eval.results import Records
 from hisparse.options import read_text
 from hisparse.storage import FileStore, Namespace
-from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
-from hisparse.trace.prefix import convert_sglang, make_up_sessions, read_prefix, write_prefix
-from hisparse.trace.prefix_replay import replay_prefix
-from hisparse.trace.synthetic import MadeUpTrace
+from hisparse.trace import SelectionTrace, adjacent_overlap, replay_hits
+from hisparse.trace.prefix import (
+    PrefixRequest,
+    PrefixTrace,
+    convert_sglang,
+    read_prefix,
+    replay_prefix,
+    write_prefix,
+)
+from hisparse.trace.replay import least_buffer
+from scripts import make_plots
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read
+from tests.trace.made import write_trace
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -82,21 +89,20 @@ def _records() -> Reader:
 
 
 def _trace(folder: Path) -> Reader:
-    made = MadeUpTrace(context=600, budget=128, overlap=0.8, steps=20, layers=2, requests=2)
-    content = made.write(folder / "made.trace").read_bytes()
+    content = write_trace(folder / "made.trace", requests=2).read_bytes()
 
     def read(path: Path) -> None:
         with SelectionTrace(path) as trace:
             adjacent_overlap(trace)
-            curve = lru_curve(trace)
-            policy_hits(trace, "lru", [curve.least_tokens])
+            replay_hits(trace, "lru", [least_buffer(trace)])
 
     # Not every change must be refused: a file that ends early is that of a killed process.
     return _reader("trace", content, read)
 
 
 def _prefixes(folder: Path) -> list[Reader]:
-    made = make_up_sessions(requests=20, turns=3, zipf=1.0, context=1024, seed=0)
+    requests = [PrefixRequest(1e3 * i, 1024, 8, (i // 3, 100 + i), 512) for i in range(20)]
+    made = PrefixTrace(source="recorded", note="", block_size=512, requests=requests)
     write_prefix(folder / "made.jsonl", made)
     parameters = json.dumps({"input_ids": list(range(200))})
     exported = {"request_parameters": parameters, "completion_tokens": 3, "cached_tokens": 64}
@@ -127,7 +133,7 @@ def store_readers(folder: Path) -> list[Reader]:
             store.verify()
             found = read(store, keys)
             assert store.find(NAMESPACE, keys) == (*found, False).index(False)
-            assert store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
+            assert store.put(NAMESPACE, key_of(9), contents(key_of(9)))
             assert read(store, [key_of(9)]) == [True]
             store.describe()
             # Nothing that was found is lost when records are copied together.
@@ -147,7 +153,7 @@ def _storage_command(folder: Path, capture: Any) -> Reader:
     def read_words(path: Path) -> None:
         action, *flags = path.read_bytes().decode("utf-8", "replace").replace("\0", "0").split("\n")
         with FileStore(store) as opened:
-            opened.put(NAMESPACE, key_of(0), parts_of(key_of(0)))
+            opened.put(NAMESPACE, key_of(0), contents(key_of(0)))
         try:
             code: object = cli.main(["storage", action, str(store), *flags])
         except SystemExit as stopped:
@@ -178,7 +184,7 @@ def _plot(kind: str, folder: Path, capture: Any) -> Callable[[Path], None]:
     def draw(words: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return plots.main([kind, *words])
+            return make_plots.main([kind, *words])
 
     return _command(draw, capture, str(folder / "plot.svg"))
 

@@ -30,8 +30,7 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "algorithm_config": (
         {}, {"detail": 0.5}, {"economy": True}, {"ranges": 2}, {"summary_dtype": "float32"},
         {"window": 8}, {"mass": 0.9}, {"reduce": "max"}, {"beta": 3.0},
-        {"alpha": 0.01, "index": "flat"}, {"index_dtype": "float32"},
-        {"expected_new_tokens": 10, "capacity_threshold": 9},
+        {"alpha": 0.01}, {"index_dtype": "float32"},
     ),
     "budget": (96, 128, 512, 2048, 4096),
     "top_k": (128, 2048),

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hisparse.errors import ConfigError
-from hisparse.trace import SelectionTrace, lru_curve
-from hisparse.trace.synthetic import MadeUpTrace
+from hisparse.trace import SelectionTrace, adjacent_overlap
 from tests.hostile.fuzz import changed, read_checked
 from tests.hostile.mutations import damaged
 from tests.hostile.readers import Reader
+from tests.trace.made import write_trace
 
 
 def _refuse(line: str) -> Callable[[Path], None]:
@@ -52,13 +52,12 @@ def test_a_refusal_is_no_finding(tmp_path: Path) -> None:
 
 def test_changed_traces_get_past_their_checksums(tmp_path: Path) -> None:
     """Chunks whose checksums fit reach the code that decodes pages; none breaks it."""
-    made = MadeUpTrace(context=600, budget=128, overlap=0.8, steps=20, layers=2)
-    content, path, refusals = made.write(tmp_path / "made").read_bytes(), tmp_path / "file", []
+    content, refusals = write_trace(tmp_path / "made").read_bytes(), []
 
     def read(path: Path) -> None:
         try:
             with SelectionTrace(path) as trace:
-                lru_curve(trace)
+                adjacent_overlap(trace)
         except ConfigError as error:
             refusals.append(str(error))
             raise
@@ -67,7 +66,7 @@ def test_changed_traces_get_past_their_checksums(tmp_path: Path) -> None:
     for seed in range(300):
         rng = random.Random(seed)
         variant = changed(rng, content, lambda data, rng=rng: damaged(rng, data))
-        read_checked(reader, path, variant, io.StringIO())
+        read_checked(reader, tmp_path / "file", variant, io.StringIO())
     behind = [line for line in refusals if "checksum" not in line]
     # Of the header, the sections, the visits, the lengths and the pages.
     for text in ("header", "section", "range", "length", "does not have"):

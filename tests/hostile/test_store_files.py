@@ -24,7 +24,7 @@ from tests.hostile.mutations import VALUES, mutated_object, mutated_text
 from tests.hostile.readers import store_readers
 from tests.hostile.store_seals import changed_index, records_of, resealed_segment
 from tests.sizes import PART
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read
 
 _SCALE = 60 if PART == "hostile" else 1
 
@@ -55,7 +55,7 @@ def test_indexes_that_sqlite_finds_in_order(tmp_path: Path) -> None:
         (changed / "index.sqlite").write_bytes(variant)
         with FileStore(changed) as store:
             counted[sum(read(store, keys))] += 1
-            assert store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
+            assert store.put(NAMESPACE, key_of(9), contents(key_of(9)))
         (changed / "index.sqlite").unlink()
         with FileStore(changed) as store:
             assert read(store, [*keys, key_of(9)]) == [True] * 4, seed

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
-from hisparse.errors import KernelError
 from hisparse.kernels import chunk_attention
 from hisparse.types import AttentionRule
 from tests.sizes import sized
@@ -168,16 +167,3 @@ def test_threads_change_no_bit() -> None:
         torch.set_num_threads(before)
     for one, three in zip(*results, strict=True):
         assert torch.equal(one, three)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        pytest.param([(5, 4, 8), (4, 2, 8), (4, 2, 8)], "k: got 4 keys, expected one", id="causal"),
-        pytest.param([(5, 4, 8), (5, 3, 8), (5, 3, 8)], "k: got 3 heads, expected", id="heads"),
-        pytest.param([(5, 4, 8), (5, 2, 8), (5, 1, 8)], r"v: got shape \[5, 1, 8\]", id="values"),
-    ],
-)
-def test_refuses_other_shapes(shapes: list[tuple[int, ...]], message: str) -> None:
-    with pytest.raises(KernelError, match=message):
-        chunk_attention(*(torch.zeros(shape) for shape in shapes), causal=True)

@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     original = cuda.flash_attention
     # Other tests of this process may run on fibers, where Triton does not.
     monkeypatch.setattr(operation, "why_no_triton", lambda: None)
-    monkeypatch.setitem(CHUNK_ATTENTION._modules, "triton", SimpleNamespace(chunk_attention=triton))
+    monkeypatch.setitem(CHUNK_ATTENTION.functions, "triton", triton)
     monkeypatch.setattr(cuda, "flash_attention", attend)
     monkeypatch.setattr(cuda, "_has_flash", lambda device: True)
     monkeypatch.setattr("hisparse.kernels.build.cuda.cuda_library", lambda: object())

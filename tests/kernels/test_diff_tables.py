@@ -239,30 +239,3 @@ def test_empty_input_gives_empty_tables(impl: str, width: int) -> None:
     found, _ = run(selection, i32([0] * count), rows_of(count), impl)
     assert found.attended.tolist() == [[77]] * count
     assert found.loads.shape == (count, width)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        pytest.param(
-            {"tail_pages": torch.tensor([7])}, "tail_pages: got dtype torch.int64", id="dtype"
-        ),
-        pytest.param({"num_pages": i32([1, 2])}, r"num_pages: got shape \[2\]", id="shape"),
-        pytest.param({"dense": i32([1])}, "dense: got dtype torch.int32", id="dense"),
-        pytest.param(
-            {"tail_lens": i32([5]).to("meta")}, "tail_lens: got device meta, expected", id="device"
-        ),
-    ],
-)
-def test_bad_tensors_are_named(change: dict[str, Tensor], message: str) -> None:
-    with pytest.raises(KernelError, match=message):
-        run(i32([[4]]), i32([1]), rows_of(1, **change), "auto")
-
-
-def test_a_selection_needs_lengths_and_room() -> None:
-    with pytest.raises(KernelError, match="selection: got it without lengths"):
-        run(i32([[4]]), None, rows_of(1), "auto")
-    with pytest.raises(KernelError, match="width: got none without a selection"):
-        run(None, None, rows_of(1), "auto")
-    with pytest.raises(KernelError, match="width: got 1, expected at least 2"):
-        run(i32([[4, 5]]), i32([2]), rows_of(1), "auto", width=1)

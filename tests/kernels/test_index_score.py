@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from hisparse.errors import KernelError
 from hisparse.kernels import index_score, store_index_keys
 from hisparse.types import IndexerInputs
 from tests.kernels.test_raw_queries import read_as_bytes
@@ -100,29 +97,3 @@ def test_padding_changes_no_key_of_a_request(impl: str) -> None:
     assert not keys[[1, 3]].float().any()
     if impl not in ("reference", "cpu"):
         assert not keys[0].float().any()
-
-
-INPUTS = {
-    "new": IndexerInputs(torch.zeros(1, 2, 8), torch.zeros(1, 8), torch.zeros(1, 2)),
-    "keys": torch.zeros(4, 8),
-    "host_page_table": torch.zeros(1, 3).int(),
-    "num_pages": torch.zeros(1).int(),
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"new": INPUTS["new"]._replace(weights=torch.zeros(1, 3))}, "new.weights: got shape"),
-        ({"new": INPUTS["new"]._replace(keys=torch.zeros(1, 7))}, "new.keys: got shape"),
-        ({"keys": torch.zeros(4, 9)}, r"keys: got shape \[4, 9\]"),
-        ({"keys": torch.zeros(4, 8).half()}, "keys: got dtype torch.float16, expected one of"),
-        ({"keys": torch.zeros(4, 8).to(STORED["fp8"])}, "scales: got None, expected them"),
-        ({"scales": torch.zeros(4)}, "scales: got them, expected None for torch.float32"),
-        ({"num_pages": torch.zeros(1)}, "num_pages: got dtype torch.float32"),
-    ],
-    ids=["weights", "new-keys", "width", "dtype", "no-scales", "scales", "count"],
-)
-def test_bad_tensors_are_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(KernelError, match=message):
-        index_score(**(INPUTS | change))

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse.errors import KernelError
 from hisparse.kernels import (
     SketchLayout,
     outline_bytes,
@@ -89,24 +88,3 @@ def test_a_page_beyond_the_outlines_is_refused() -> None:
     for impl in ("reference", "cpu"):
         with pytest.raises((ValueError, IndexError)):
             outline_score(torch.zeros(1, 1, 8), outlines, one[None] * 4, one, impl=impl)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"query": torch.zeros(1, 3, 8)}, "outlines: got 2 heads, expected a divisor of the 3"),
-        ({"query": torch.zeros(1, 2, 40)}, r"outlines: got shape \[4, 2, 9\]"),
-        ({"outlines": torch.zeros(4, 2, 9)}, "outlines: got dtype torch.float32"),
-        ({"num_pages": torch.ones(2).int()}, r"num_pages: got shape \[2\], expected \[1\]"),
-    ],
-    ids=["heads", "width", "dtype", "count"],
-)
-def test_bad_tensors_are_named(change: dict[str, Tensor], message: str) -> None:
-    given = {
-        "query": torch.zeros(1, 2, 8),
-        "outlines": torch.zeros(4, 2, outline_bytes(8), dtype=torch.uint8),
-        "host_page_table": torch.zeros(1, 1, dtype=torch.int32),
-        "num_pages": torch.ones(1, dtype=torch.int32),
-    } | change
-    with pytest.raises(KernelError, match=message):
-        outline_score(**given)

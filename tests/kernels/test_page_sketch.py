@@ -190,30 +190,6 @@ def test_equal_keys_are_their_base(impl: str) -> None:
     assert_close(got, keys[:, :, 0], rtol=0.01, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"keys": torch.zeros(2, 4, 1, 9)}, r"keys: got shape \[2, 4, 1, 9\]"),
-        ({"keys": torch.zeros(2, 4, 1, 8).int()}, "keys: got dtype torch.int32, expected one of"),
-        ({"sketches": torch.zeros(4, 1, 99).byte()}, r"sketches: got shape \[4, 1, 99\]"),
-        ({"host_pages": torch.zeros(3).int()}, r"host_pages: got shape \[3\], expected \[2\]"),
-        ({"host_pages": torch.zeros(2)}, "host_pages: got dtype torch.float32"),
-        ({"layout": SketchLayout(8, 4, 9)}, "layout: got 9 detailed channels, expected 0 to 8"),
-    ],
-    ids=["width", "dtype", "bytes", "count", "index-dtype", "channels"],
-)
-def test_bad_tensors_are_named(change: dict[str, Tensor], message: str) -> None:
-    layout = SketchLayout(8, 4, 3)
-    given = {
-        "keys": torch.zeros(2, 4, 1, 8),
-        "sketches": torch.zeros(4, 1, layout.num_bytes).byte(),
-        "host_pages": torch.zeros(2).int(),
-        "layout": layout,
-    } | change
-    with pytest.raises(KernelError, match=message):
-        page_sketch(**given)
-
-
 def test_query_heads_share_key_heads_evenly(impl: str) -> None:
     layout = SketchLayout(8, 4, 3)
     one = torch.ones(1, dtype=torch.int32)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse.errors import KernelError
 from hisparse.kernels import (
     SketchLayout,
     TailPages,
@@ -178,25 +177,3 @@ def test_a_tail_without_full_pages(impl: str) -> None:
     )
     assert scores.shape == (1, 2, 0)
     assert_close(lse, query[:, :] @ keys[1, 0, 0])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pages": torch.ones(3).int()}, r"tail.lens: got shape \[4\], expected \[3\]"),
-        (
-            {"pages": torch.ones(3).int(), "lens": torch.ones(3).int()},
-            "tail.pages: got 3 pages of 1 heads, expected 2 pages of 2 heads, or a multiple of 4",
-        ),
-        ({"kv": StoredKV(*[torch.ones(4, 1, 4, 9)] * 2, None)}, "tail.kv.k: got shape"),
-    ],
-    ids=["lens", "rows", "width"],
-)
-def test_bad_tail_pages_are_named(change: dict[str, Tensor], message: str) -> None:
-    layout = SketchLayout(8, 4, 3)
-    kv = StoredKV(*[torch.ones(4, 1, 4, 8)] * 2, None)
-    four = torch.ones(4, dtype=torch.int32)
-    tail = TailPages(kv, four, four)._replace(**change)
-    sketches = torch.zeros(4, 2, layout.num_bytes, dtype=torch.uint8)
-    with pytest.raises(KernelError, match=message):
-        sketch_score(torch.zeros(2, 4, 8), sketches, four.view(2, 2), four[:2], layout, tail=tail)

@@ -201,22 +201,3 @@ def test_a_tail_of_a_row_without_capacity_stays(impl: str) -> None:
     )
     assert world.tails.tolist() == [[0]]
     world.check()
-
-
-def test_bad_tensors_are_named() -> None:
-    world = World(2, 4, Random(0), "reference")
-    with pytest.raises(KernelError, match="filled: got dtype torch.int32, expected torch.bool"):
-        promote_tail(
-            torch.tensor([0]), i32([7]), i32([1]), i32([4]), world.layer(0), world.tails[0]
-        )
-    with pytest.raises(KernelError, match=r"slot_pages: got shape \[1, 2, 4\], expected \[any, 1"):
-        reset_rows(torch.tensor([0]), i32([4]), world.states)
-    with pytest.raises(KernelError, match=r"free_pages: got shape \[2, 3\], expected \[1, any\]"):
-        rebalance(
-            torch.tensor([0]),
-            i32([4]),
-            world.capacity,
-            world.states,
-            i32([[0] * 3] * 2),
-            world.num_free,
-        )

@@ -223,22 +223,6 @@ def swap_in(
     world.check()
 
 
-def test_bad_tensors_are_named() -> None:
-    src, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
-    three = pages("page_head", 4, 3, 4, (8, 8))
-    with pytest.raises(KernelError, match=r"dst.k: got pages of 3 heads, expected .* 2, or 1 head"):
-        gather_pages(src, pair, three, pair)
-    with pytest.raises(KernelError, match="src_pages: got dtype torch.int64, expected torch.int32"):
-        gather_pages(src, pair.long(), src, pair)
-    with pytest.raises(KernelError, match="heads: got 0, expected 1 or more"):
-        gather_pages(src, pair, src, pair, heads=0)
-    token = torch.zeros(1, 2, 8)
-    with pytest.raises(KernelError, match=r"v: got shape \[1, 2, 9\], expected \[1, 2, 8\]"):
-        scatter_tokens(token, torch.zeros(1, 2, 9), src, torch.tensor([0]))
-    with pytest.raises(KernelError, match="slots: got dtype torch.int32, expected torch.int64"):
-        gather_tokens(src, i32([0]))
-
-
 @pytest.mark.parametrize(
     "shape",
     [(2, 2, 4, 8), (10, 1, 4, 8), (10, 2, 2, 8), (1, 10, 2, 4, 8), (10, 8)],
@@ -262,10 +246,3 @@ def test_values_whose_pages_are_not_those_of_the_keys_are_refused(
     for pool, call in calls:
         with pytest.raises(KernelError, match=rf"{pool}\.v: got shape"):
             call()
-
-
-def test_pools_have_one_dimension_of_layers_or_none() -> None:
-    kv = PagedKV(*(torch.zeros(1, 1, 10, 2, 4, 8) for _ in "kv"))
-    for wrong in (kv, PagedKV(*(x[0, 0, 0, 0] for x in kv))):
-        with pytest.raises(KernelError, match=r"src\.k: got shape"):
-            gather_tokens(wrong, torch.tensor([0]))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.errors import KernelError
 from hisparse.kernels import gather_pages, gather_tokens, scatter_tokens
 from hisparse.types import PagedKV
 
@@ -100,12 +99,3 @@ def test_a_latent_moves_once_and_whole(
     scatter_tokens(k, v, dst, slots, impl=impl)
     again, _ = gather_tokens(dst, slots, impl="reference")
     assert torch.equal(again.view(torch.uint8), k.view(torch.uint8))
-
-
-def test_pools_of_other_layers_are_refused() -> None:
-    src, dst = (pools("page_head", (n, 4, 1, 2), (8, 8)) for n in (3, 2))
-    index = torch.zeros((1, 1), dtype=torch.int32)
-    with pytest.raises(KernelError, match=r"dst.k: got shape \[2, 4, 1, 2, 8\]"):
-        gather_pages(src, index, dst, index)
-    with pytest.raises(KernelError, match=r"k: got shape \[1, 1, 8\], expected \[2, any, 1, 8\]"):
-        scatter_tokens(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), dst, torch.zeros(1).long())

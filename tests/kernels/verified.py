@@ -1,7 +1,7 @@
 """An implementation that raises where the CUDA operations leave an index alone.
 
 The CPU operations refuse an index that is out of range; the CUDA operations skip it, and
-``hisparse.kernels.indices`` reports it. With both, one suite covers every implementation.
+``hisparse.kernels.verify_indices`` reports it. With both, one suite covers every implementation.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hisparse.kernels.indices import verify_diff, verify_indices
+from hisparse.kernels import verify_diff, verify_indices
 
 __all__ = ["verified"]
 
@@ -63,5 +63,5 @@ _BEFORE: dict[str, Callable[..., None]] = {
     "rebalance": _changed_rows,
     "gather_pages": _gather_pages,
     "scatter_tokens": lambda dst_k, dst_v, k, v, slots: _slots(slots, dst_k),
-    "gather_tokens": lambda src_k, src_v, slots: _slots(slots, src_k),
+    "gather_tokens": lambda src_k, src_v, slots, *out: _slots(slots, src_k),
 }

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hisparse.engine.graphs import StaticBatch
+from hisparse.engine.batches import StaticBatch
 from hisparse.errors import CapacityError
 from hisparse.memory.sizing import DEFAULT_MAX_REQUESTS, Sizing, SizingRequest, resize, size
 from hisparse.units import format_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +29,9 @@ from transformers import (
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.memory.sizing import size
+from hisparse.model_config import count_weight_bytes, shape_per_rank
 from hisparse.plan.fit import Capacity, Machine, fit
 from hisparse.sglang.server_args import read_config
-from hisparse.transformers.model_shape import count_weight_bytes, shape_per_rank
 from tests.command import Command
 from tests.shapes import LLAMA
 
@@ -200,19 +201,22 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+Planned = Callable[..., Any]
 MEMORY = ["--device-memory", "1GiB", "--host-memory", "8GiB"]
 
 
-def planned(command: Command, *line: str) -> Any:
-    return command.json("plan", *line, *MEMORY)
+@pytest.fixture
+def planned(model: str, command: Command) -> Planned:
+    """What ``hisparse plan`` prints as JSON for the small model; other flags win over these."""
+    return lambda *line: command.json("plan", "--model", model, *MEMORY, *line)
 
 
-def test_eight_bits_hold_nearly_twice_the_tokens(model: str, command: Command) -> None:
+def test_eight_bits_hold_nearly_twice_the_tokens(planned: Planned) -> None:
     """The flag of the server's name, and the key; from bfloat16, with a scale for each vector."""
-    line = ["--model", model, "--context", "2048", "--budget", "256"]
-    plain = planned(command, *line)
-    flag = planned(command, *line, "--kv-cache-dtype", "fp8_e4m3")
-    key = planned(command, *line[:-2], "--config", '{"budget": 256, "kv_cache_dtype": "fp8_e4m3"}')
+    line = ["--context", "2048", "--budget", "256"]
+    plain = planned(*line)
+    flag = planned(*line, "--kv-cache-dtype", "fp8_e4m3")
+    key = planned(*line[:-2], "--config", '{"budget": 256, "kv_cache_dtype": "fp8_e4m3"}')
     assert flag["hisparse"] == key["hisparse"]
     assert (plain["bytes_per_token"], flag["bytes_per_token"]) == (2 * 2 * 2 * 8 * 2, 2 * 2 * 2 * 9)
     assert flag["hisparse"]["host_bytes_per_request"] == 2048 * 72
@@ -239,11 +243,11 @@ def test_a_flag_and_a_key_that_contradict_each_other_are_refused(
 
 @pytest.mark.parametrize("flag", [[], ["--kv-cache-dtype", "auto"]], ids=["no-flag", "auto"])
 def test_a_flag_that_says_auto_leaves_it_to_the_configuration(
-    flag: list[str], model: str, command: Command
+    flag: list[str], planned: Planned
 ) -> None:
     """As the server does."""
     text = '{"kv_cache_dtype": "fp8_e4m3"}'
-    found = planned(command, "--model", model, "--context", "2048", "--config", text, *flag)
+    found = planned("--context", "2048", "--config", text, *flag)
     asked = SimpleNamespace(hisparse_config=text, kv_cache_dtype=flag[-1] if flag else None)
     assert read_config(asked).kv_cache_dtype == "fp8_e4m3"
     assert found["bytes_per_token"] == 2 * 2 * 2 * 9
@@ -252,9 +256,9 @@ def test_a_flag_that_says_auto_leaves_it_to_the_configuration(
     assert config.kv_cache_dtype == "fp8_e4m3"
 
 
-def test_replicas_divide_the_host_memory_of_the_command(model: str, command: Command) -> None:
-    line = ["--model", model, "--context", "4096", "--budget", "256", "--tp", "2"]
-    one, four = planned(command, *line), planned(command, *line, "--dp", "4")
+def test_replicas_divide_the_host_memory_of_the_command(planned: Planned) -> None:
+    line = ["--context", "4096", "--budget", "256", "--tp", "2"]
+    one, four = planned(*line), planned(*line, "--dp", "4")
     assert (one["dp"], four["dp"]) == (1, 4)
     assert "--dp-size" not in one["command"]
     assert "--tp 2 --dp-size 4 " in four["command"]
@@ -263,10 +267,10 @@ def test_replicas_divide_the_host_memory_of_the_command(model: str, command: Com
     )
 
 
-def test_a_pipeline_holds_more_of_the_same_memory(model: str, command: Command) -> None:
+def test_a_pipeline_holds_more_of_the_same_memory(planned: Planned) -> None:
     """Each GPU has one of two layers, so a token takes half of the bytes there."""
-    line = ["--model", model, "--context", "4096", "--budget", "256"]
-    one, two = planned(command, *line), planned(command, *line, "--pp", "2")
+    line = ["--context", "4096", "--budget", "256"]
+    one, two = planned(*line), planned(*line, "--pp", "2")
     assert (one["pp"], two["pp"]) == (1, 2)
     assert "--pp-size" not in one["command"]
     assert " --pp-size 2 --context-length" in two["command"]
@@ -279,19 +283,17 @@ def test_a_pipeline_holds_more_of_the_same_memory(model: str, command: Command) 
     assert two["estimates"] == one["estimates"], "a token passes all layers"
 
 
-def test_what_the_server_refuses_with_a_pipeline_is_not_planned(
-    model: str, command: Command
-) -> None:
+def test_what_the_server_refuses_with_a_pipeline_is_not_planned(planned: Planned) -> None:
     configs = ["--config", '{"reuse_layers": 2, "budget": 256}', "--config", '{"budget": 256}']
-    found = planned(command, "--model", model, "--context", "2048", "--pp", "2", *configs)
+    found = planned("--context", "2048", "--pp", "2", *configs)
     refused, served = found["plans"]
     assert "does not go with reuse_layers: 2" in refused["hisparse"]["message"]
     assert (refused["command"], served["hisparse"]["message"]) == (None, "")
 
 
-def test_json(model: str, command: Command) -> None:
-    line = ["--model", model, "--context", "2048,4096", "--algorithm", "quest,sketch"]
-    found = planned(command, *line, "--budget", "256,512")
+def test_json(planned: Planned) -> None:
+    line = ["--context", "2048,4096", "--algorithm", "quest,sketch"]
+    found = planned(*line, "--budget", "256,512")
     assert len(found["plans"]) == 8
     assert found["bytes_per_token"] == 2 * 2 * 2 * 8 * 2
     first = found["plans"][0]
@@ -309,9 +311,9 @@ def test_json(model: str, command: Command) -> None:
         assert plan["dense"]["max_requests"] > 0
 
 
-def test_estimates_of_time(model: str, command: Command) -> None:
-    line = ["--model", model, "--context", "128,2048", "--budget", "256", "--weights", "69MB"]
-    found = planned(command, *line, "--gpu", "b200", "--batch", "1,4", "--hit-ratio", "0.5,1")
+def test_estimates_of_time(planned: Planned) -> None:
+    line = ["--context", "128,2048", "--budget", "256", "--weights", "69MB"]
+    found = planned(*line, "--gpu", "b200", "--batch", "1,4", "--hit-ratio", "0.5,1")
     short, long = (plan["estimates"] for plan in found["plans"])
     assert found["estimates"] == short
     assert [(step["batch"], step["hit_ratio"]) for step in long] == [
@@ -340,29 +342,23 @@ def test_the_table_says_that_its_times_are_estimates(
     assert len([line for line in out.splitlines() if line.split()[3:5] == ["1", "100%"]]) == 1
 
 
-def test_defaults_are_the_models_own(model: str, tmp_path: Path, command: Command) -> None:
-    assert planned(command, "--model", model)["context"] == 4096
+def test_defaults_are_the_models_own(tmp_path: Path, planned: Planned) -> None:
+    assert planned()["context"] == 4096
     options = {"index_head_dim": 128, "index_topk": 64}
     DeepseekV32Config(**SMALL, **LATENT, **options).save_pretrained(tmp_path / "dsa")
-    found = planned(command, "--model", str(tmp_path / "dsa"), "--weights", "100MiB")
+    found = planned("--model", str(tmp_path / "dsa"), "--weights", "100MiB")
     assert (found["algorithm"], found["budget"], found["weight_bytes"]) == ("dsa", 64, 100 * 2**20)
     config = '{"algorithm": "quest", "budget": 512, "page_size": 32}'
-    found = planned(command, "--model", model, "--config", config)
+    found = planned("--config", config)
     assert '"page_size": 32' in found["command"]
 
 
-def test_a_table(model: str, command: Command) -> None:
-    out = command("plan", "--model", model, *MEMORY)
-    assert "dense" in out
-    assert out.splitlines()[-1].startswith("python -m sglang.launch_server --model-path")
-
-
-def test_an_algorithm_that_cannot_be_served_keeps_its_row(model: str, command: Command) -> None:
+def test_an_algorithm_that_cannot_be_served_keeps_its_row(planned: Planned) -> None:
     """The server runs on CUDA, where dipr cannot score keys in host memory."""
-    line = ["--model", model, "--context", "2048", "--algorithm", "dipr,quest,dsa"]
-    found = planned(command, *line)
+    line = ["--context", "2048", "--algorithm", "dipr,quest,dsa"]
+    found = planned(*line)
     dipr, quest, dsa = found["plans"]
-    assert quest == planned(command, *line[:-1], "quest")["plans"][0]
+    assert quest == planned(*line[:-1], "quest")["plans"][0]
     assert {name: found[name] for name in quest} == quest, "the first plan that was computed"
     assert [list(plan["hisparse"]) for plan in (dipr, dsa)] == [list(quest["hisparse"])] * 2
     for plan, reason in ((dipr, "cannot do device cuda"), (dsa, "asks the model's indexer")):

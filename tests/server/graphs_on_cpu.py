@@ -1,12 +1,14 @@
 """A plugin for tests: SGLang's own runner of CUDA graphs on a CPU; graphs are recorded operations.
 
-Everything is SGLang's but the graphs themselves: which sizes are captured, how batches are padded,
-when it calls the attention backend and with what, and what a model of experts computes.
+No graph is replayed while the file EAGER_WHILE exists. Everything is SGLang's but the graphs
+themselves: which sizes are captured, how batches are padded, when it calls the attention backend
+and with what, and what a model of experts computes.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -134,4 +136,6 @@ def _capture(original: Callable[..., Any], *, model_runner: Any) -> Any:
         freeze_gc=no_stream,
     ):
         runner = module.DecodeCudaGraphRunner(model_runner)
+    eager, can_run_graph = os.environ["EAGER_WHILE"], runner.can_run_graph
+    runner.can_run_graph = lambda batch: not os.path.exists(eager) and can_run_graph(batch)
     return msgspec.structs.replace(original(model_runner=model_runner), runner=runner)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from typing import Any
 import pytest
 import requests
 from fork_server import fork_server
+from prometheus_client.parser import text_string_to_metric_families
 
 from hisparse.errors import HiSparseError
 from hisparse_bench.server import ServerProcess
@@ -76,18 +76,15 @@ class Metrics(Mapping[str, float]):
 
     def __init__(self, page: str) -> None:
         self._values: dict[str, float] = {}
-        self._series: list[tuple[str, dict[str, str], float]] = []
-        for line in page.splitlines():
-            if line and not line.startswith("#"):
-                name, labels, value = re.match(r"([^{\s]+)(\{.*\})?\s+(\S+)", line).groups()
-                self._values[name] = self._values.get(name, 0.0) + float(value)
-                pairs = re.findall(r'(\w+)="([^"]*)"', labels or "")
-                self._series.append((name, dict(pairs), float(value)))
+        families = text_string_to_metric_families(page)
+        self._series = [sample for family in families for sample in family.samples]
+        for sample in self._series:
+            self._values[sample.name] = self._values.get(sample.name, 0.0) + sample.value
 
     def by(self, label: str, name: str) -> dict[str, float]:
         """Values of a metric by one of its labels."""
         names = (name, f"{name}_total")
-        return {labels[label]: x for found, labels, x in self._series if found in names}
+        return {x.labels[label]: x.value for x in self._series if x.name in names}
 
     def __getitem__(self, name: str) -> float:
         for key in (name, f"{name}_total"):

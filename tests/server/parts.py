@@ -16,6 +16,13 @@ MORE = [
 ]
 
 
+def more(test: Any) -> Any:
+    """A test with the marks of :data:`MORE`."""
+    for mark in MORE:
+        test = mark(test)
+    return test
+
+
 def few(names: Iterable[str], *usual: str, others: Any = pytest.mark.modes) -> list[Any]:
     """Parameters of a test.
 

@@ -12,8 +12,8 @@ from harness import Server
 
 from hisparse.config import HiSparseConfig
 from hisparse.memory.sizing import resize, size
+from hisparse.model_config import read_model_config, shape_per_rank
 from hisparse.plan.fit import Machine, fit
-from hisparse.transformers.model_shape import read_model_config, shape_per_rank
 
 GIB = 2**30
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from checks import abort_beside_others, retract_until_seen
+from checks import abort_beside_others, assert_equal_fresh_and_cached, retract_until_seen
 from harness import Refused, Server
+from parts import MORE, few, more
 from plugins import make_dummy_runs
 from settings import ROOMY, SMALL_POOL, SMALL_POOL_FLAGS, WHOLE
+from test_mixed_chunk import FLAGS as MIXED
+from test_mixed_chunk import make_spy, num_mixed
+from test_served_speculation import ngram, standalone
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, DenseTokens, tokens
+
+from hisparse.kernels.build.cpu import cpu_library
+
+CHUNKS = ("--chunked-prefill-size", "256")
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,10 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[("llama", "4096"), ("qwen2", "256")],
-    ids=["llama", "qwen2 in chunks of 256"],
+    params=[
+        pytest.param(("llama", "4096"), id="llama"),
+        pytest.param(("qwen2", "256"), id="qwen2 in chunks of 256", marks=MORE),
+    ],
 )
 def served(
     request: pytest.FixtureRequest, log_dir: Path, tmp_path_factory: pytest.TempPathFactory
@@ -89,18 +99,37 @@ def test_an_abort_in_mid_decode_leaves_the_others_alone(
         assert roomy.server.generate(PROMPTS.prompts[number], NEW_TOKENS).ids == expected[number]
 
 
-@pytest.fixture(scope="module")
-def small_pool(log_dir: Path) -> Iterator[Server]:
-    flags = (*SMALL_POOL_FLAGS, "--chunked-prefill-size", "256")
-    log = log_dir / "exact-small-pool.log"
-    with Server(tiny_model("llama"), log, *flags, config=WHOLE) as server:
+#: Flags of servers whose small pool makes them retract requests; with "mixed", decode steps run
+#: beside chunks of prompts, and with the last two, drafts are verified.
+SMALL_POOLS: dict[str, Callable[[], Sequence[str]]] = {
+    "chunks": lambda: CHUNKS,
+    "mixed": lambda: MIXED,
+    "mixed, no overlap": lambda: (*MIXED, "--disable-overlap-schedule"),
+    "NGRAM": lambda: (*CHUNKS, *ngram()),
+    "STANDALONE": lambda: (*CHUNKS, *standalone()),
+}
+
+
+@pytest.fixture(scope="module", params=few(SMALL_POOLS, "chunks"))
+def small_pool(
+    request: pytest.FixtureRequest, log_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    name = request.param
+    path = [make_spy(tmp_path_factory.mktemp("spy"))] if "mixed" in name else []
+    flags, log = (*SMALL_POOLS[name](), *SMALL_POOL_FLAGS), log_dir / f"small-pool-{name}.log"
+    with Server(tiny_model("llama"), log, *flags, config=WHOLE, python_path=path) as server:
         yield server
+        if path:
+            assert num_mixed(server, "resident") > 10
 
 
 def test_long_prompts_in_chunks_of_256(small_pool: Server, dense_tokens: DenseTokens) -> None:
-    small_pool.flush_cache()
-    answers = small_pool.generate_many(PROMPTS.prompts, NEW_TOKENS)
-    assert [a.ids for a in answers] == dense_tokens("llama", PROMPTS)
+    for case in (PROMPTS, SHARED):
+        assert_equal_fresh_and_cached(small_pool, case, dense_tokens("llama", case))
+
+
+def test_an_abort_beside_chunks(small_pool: Server, dense_tokens: DenseTokens) -> None:
+    abort_beside_others(small_pool, dense_tokens("llama", PROMPTS))
 
 
 def test_retracted_requests_start_over_and_end_the_same(
@@ -118,3 +147,17 @@ def test_a_prompt_longer_than_the_pool_gets_400_and_the_server_goes_on(
     assert refused.value.status == 400
     after = small_pool.generate(PROMPTS.prompts[3], NEW_TOKENS)
     assert after.ids == dense_tokens("llama", PROMPTS)[3]
+
+
+@more
+@pytest.mark.skipif(cpu_library() is None, reason="the order of PyTorch's sums differs")
+def test_a_cached_prefix_changes_no_log_probability_in_bfloat16(log_dir: Path) -> None:
+    flags = ("--dtype", "bfloat16", "--max-total-tokens", "20000", "--chunked-prefill-size", "4096")
+    config = {"budget": 2048, "host_memory": "1GiB", "device_memory": "300MB"}
+    with Server(tiny_model("llama"), log_dir / "bfloat16.log", *flags, config=config) as server:
+        # What is left of them after the cached pages is 10, 16 and 13 tokens.
+        for prompt in (tokens(n, seed=n) for n in (330, 512, 1501)):
+            fresh, cached = (server.generate(prompt, 24, top_logprobs=1) for _ in range(2))
+            assert cached.cached >= len(prompt) - 16 and fresh.cached == 0
+            assert cached.ids == fresh.ids
+            assert cached.logprobs == fresh.logprobs

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from checks import assert_nothing_held
 from harness import Refused, Server
+from parts import few
 from plugins import make_plugin
 from tiny_models import tiny_model
 from workload import tokens
@@ -72,13 +74,16 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Server:
+@pytest.fixture(scope="module", params=few(["chunks", "mixed"], "chunks"))
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, log_dir: Path
+) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("moody")
     make_plugin(folder, "moody:Moody", SOURCE, group="hisparse.algorithms")
     flags = ("--max-total-tokens", "8000", "--max-running-requests", "4")
     flags += ("--chunked-prefill-size", "256")
-    log = log_dir / "moody.log"
+    flags += ("--enable-mixed-chunk",) if request.param == "mixed" else ()
+    log = log_dir / f"moody-{request.param}.log"
     with Server(tiny_model("llama"), log, *flags, config=CONFIG, python_path=[folder]) as server:
         yield server
 

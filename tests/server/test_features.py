@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness import Server
-from parts import MORE
+from parts import more
 from tiny_models import tiny_model
 from workload import tokens
 
@@ -38,7 +38,6 @@ SERVED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 #: Features without which the same start is served, and lacks something.
 OPTIONAL: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "prometheus": (("--enable-metrics",), {}),
-    "swap": ((), {"storage": {"path": "/somewhere"}}),
 }
 
 
@@ -68,7 +67,10 @@ def line(model: Path, flags: tuple[str, ...] = (), config: object = None) -> lis
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Names of features, and what became of starts, by the feature that is deleted; "": none."""
+    """Names of features, and what became of starts, by the feature that is deleted; "": none.
+
+    "no flag" has hooks and modules of a start without hisparse.
+    """
     root = tmp_path_factory.mktemp("packages")
     llama = tiny_model("llama")
     hybrid = next(x for x in FAMILIES if x.name == "LFM2").write(root)
@@ -87,7 +89,23 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = [json.loads(row) for row in done.stdout.splitlines() if row.startswith("[")]
-    return dict(zip(("", *NAMES), found, strict=True))
+    return dict(zip(("no flag", "", *NAMES), found, strict=True))
+
+
+def test_without_a_flag_it_hooks_and_imports_no_more_than_needed(resolved: dict[str, Any]) -> None:
+    """To see the arguments. Each process of each server of the machine pays for what this loads."""
+    hooks, modules = resolved["no flag"]
+    assert hooks == [
+        "sglang.srt.server_args.ServerArgs.resolve_once",
+        "sglang.srt.server_args.prepare_server_args",
+    ]
+    ours = {name for name in modules if name.startswith("hisparse.")}
+    assert "hisparse.sglang.plugin" in ours
+    rooms = {name.split(".")[1] for name in ours}
+    assert not rooms & {"adapters", "algorithms", "cache", "engine", "kernels", "memory"}
+    # Those that need no plug-in either come with SGLang's registry of attention backends.
+    others = {name.split(".")[0] for name in modules} - {"hisparse", "sglang"}
+    assert not others & {"numpy", "torch", "psutil", "rich"}
 
 
 def test_a_plain_server_has_few_hooks(resolved: dict[str, Any]) -> None:
@@ -131,8 +149,7 @@ def test_a_feature_has_the_name_of_its_module(feature: Any) -> None:
     assert type(feature).__module__ == f"hisparse.sglang.features.{feature.name}"
 
 
-@MORE[0]
-@MORE[1]
+@more
 def test_a_server_without_any_feature_gives_the_same_tokens(
     log_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

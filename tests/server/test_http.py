@@ -1,8 +1,15 @@
-"""Odd and broken requests are answered as with SGLang's own backend, and nothing stays behind."""
+"""A dense and a sparse server with a tokenizer: odd requests are answered alike and leave nothing
+behind, and clients for measurements measure both.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +17,18 @@ import pytest
 import requests
 from checks import assert_nothing_held
 from harness import Server
+from parts import more
 from settings import SPARSE
 from tiny_models import CONTEXT, VOCAB, with_tokenizer
 from workload import tokens
 
-FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "8")
+from tests.command import Command
+
+#: A pool that is smaller than the model's context.
+POOL = CONTEXT - 96
+FLAGS = ("--max-total-tokens", str(POOL), "--max-running-requests", "8")
+# SGLang requires `datasets` and the CPU set-up leaves it out: `make lm-eval` installs it apart.
+DATASETS = Path(sys.prefix) / "lm-eval"
 PROMPT = tokens(400, seed=8)
 
 #: Path, and the body: an object, or text that is sent as it is.
@@ -155,35 +169,103 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, log_dir: Path) -> dict[str, int]:
+def dense(model: Path, log_dir: Path) -> Iterator[Server]:
     log = log_dir / "http-native.log"
     with Server(model, log, *FLAGS, backend="torch_native", tokenizer=True) as server:
-        return statuses(server)
+        yield server
 
 
-def test_requests_are_answered_as_with_torch_native(
-    model: Path, log_dir: Path, expected: dict[str, int]
-) -> None:
+@pytest.fixture(scope="module")
+def sparse(model: Path, log_dir: Path) -> Iterator[Server]:
+    with Server(model, log_dir / "http.log", *FLAGS, config=SPARSE, tokenizer=True) as server:
+        yield server
+
+
+def test_requests_are_answered_as_with_torch_native(dense: Server, sparse: Server) -> None:
+    expected = statuses(dense)
     assert {200, 400, 404, 500} == set(expected.values())
-    log = log_dir / "http.log"
-    with Server(model, log, *FLAGS, config=SPARSE, tokenizer=True) as server:
-        right = server.generate(PROMPT, 20).ids
-        assert statuses(server) == expected
-        server.flush_cache()
-        assert server.generate(PROMPT, 20).ids == right
-        assert_nothing_held(server)
+    right = sparse.generate(PROMPT, 20).ids
+    assert statuses(sparse) == expected
+    sparse.flush_cache()
+    assert sparse.generate(PROMPT, 20).ids == right
+    assert_nothing_held(sparse)
 
 
-def test_a_flush_under_load_is_refused_and_changes_nothing(model: Path, log_dir: Path) -> None:
-    log = log_dir / "http-flush.log"
-    with Server(model, log, *FLAGS, config=SPARSE, tokenizer=True) as server:
-        right = server.generate(PROMPT, 60).ids
-        server.flush_cache()
-        # This one runs until it is aborted, so the server is busy however slow this process is.
-        with server.stream(tokens(100, seed=9), CONTEXT - 200) as events:
-            next(events)
-            with server.stream(PROMPT, 60) as answer:
-                for event in answer:
-                    ids = event["output_ids"]
-                    assert requests.post(f"{server.url}/flush_cache", timeout=60).status_code == 400
-        assert ids == right
+def test_a_flush_under_load_is_refused_and_changes_nothing(sparse: Server) -> None:
+    right = sparse.generate(PROMPT, 60).ids
+    sparse.flush_cache()
+    # This one runs until it is aborted, so the server is busy however slow this process is.
+    with sparse.stream(tokens(100, seed=9), CONTEXT - 200) as events:
+        next(events)
+        with sparse.stream(PROMPT, 60) as answer:
+            for event in answer:
+                ids = event["output_ids"]
+                assert requests.post(f"{sparse.url}/flush_cache", timeout=60).status_code == 400
+    assert ids == right
+
+
+def test_bench_serve_puts_both_under_the_same_load(
+    model: Path, dense: Server, sparse: Server, command: Command, tmp_path: Path
+) -> None:
+    text, draw = tmp_path / "words.txt", random.Random(0)
+    text.write_text(" ".join(f"w{draw.randrange(2, VOCAB)}" for _ in range(3000)))
+    flags = ["--model", str(model), "--text", str(text), "--output", "6", "--requests", "4"]
+    flags += ["--slo-ttft", "3600s", "--slo-tpot", "1us", "--shared-prefix", "0.5"]
+    both = [*flags, "--url", f"{dense.url},{sparse.url}", "--context", "64,300"]
+    report = command.json("bench", "serve", *both, "--concurrency", "2")
+    short, long = report["cases"]
+    assert (short["gate"], long["gate"]) == ("passed", "passed")
+    for case in (short, long):
+        for result in case["results"]:
+            load = result["load"]
+            assert (load["completed"], load["failed"]) == (4, 0)
+            assert load["total_output_tokens"] == 4 * 6
+            assert load["total_input_tokens"] == 4 * case["params"]["context"]
+            assert 0 < load["median_ttft_ms"] <= load["p99_ttft_ms"]
+            # An hour for the first token is met by all, a microsecond per token by none.
+            assert load["request_goodput"] == 0
+            assert result["memory"]["kv_tokens"] >= POOL - 100
+    ours = [case["results"][1] for case in (short, long)]
+    assert list(short["throughput_ratios"]) == [f"{dense.url}/{sparse.url}"]
+    # Within the budget the same distribution, beyond it another; what is dense moves nothing.
+    assert ours[0]["quality"]["kl"] < 1e-4 < ours[1]["quality"]["kl"]
+    assert ours[0]["quality"]["agreement"] == 1.0
+    assert ours[1]["cache"]["hit_pages"] > 0
+    assert report["cases"][1]["results"][0]["cache"] == {}
+    # Longer than its KV cache: refused, and counted.
+    alone = ["--url", sparse.url, "--context", str(POOL + 50), "--rate", "50"]
+    (case,) = command.json("bench", "serve", *flags, *alone, "--requests", "2")["cases"]
+    assert case["gate"] == "not checked"
+    assert case["ratios"] == case["throughput_ratios"] == {}
+    (result,) = case["results"]
+    assert (result["load"]["completed"], result["load"]["failed"]) == (0, 2)
+    assert "refused" in case["params"]["failures"][sparse.url]
+
+
+@more
+@pytest.mark.skipif(
+    not (DATASETS / "datasets").exists(),
+    reason="not installed: make lm-eval, which make test does",
+)
+def test_sglangs_own_client_measures_this_server(
+    model: Path, sparse: Server, tmp_path: Path
+) -> None:
+    """``python -m sglang.benchmark.serving``, with which docs say that a server is measured."""
+    count, length, output, result = 6, 400, 12, tmp_path / "result.jsonl"
+    names = ("hit_pages", "miss_pages")
+    before = sum(sparse.counted(*names))
+    client = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang"]
+    client += ["--base-url", sparse.url, "--tokenizer", str(model)]
+    client += ["--dataset-name", "random-ids", "--tokenize-prompt"]
+    client += ["--random-input-len", str(length), "--random-output-len", str(output)]
+    client += ["--random-range-ratio", "0.5", "--num-prompts", str(count)]
+    client += ["--max-concurrency", "3", "--disable-tqdm", "--output-file", str(result)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(DATASETS), *sys.path])}
+    done = subprocess.run(client, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = result.read_text().splitlines()
+    measured = json.loads(line)
+    assert measured["completed"] == count
+    assert count * length // 2 <= measured["total_input_tokens"] <= count * length
+    assert measured["total_output_tokens"] >= count * output // 2
+    assert sum(sparse.counted(*names)) > before, "the requests were longer than the budget"

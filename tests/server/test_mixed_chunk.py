@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checks import (
-    abort_beside_others,
-    alone,
-    assert_equal_fresh_and_cached,
-    assert_nothing_held,
-    of_more_tokens,
-    retract_until_seen,
-    selected_between,
-)
+from checks import alone, of_more_tokens, selected_between
 from harness import Server
 from parts import MORE
 from plugins import make_plugin
-from settings import SMALL_POOL_FLAGS, SPARSE, WHOLE, latents
+from settings import SPARSE, latents
 from tiny_models import TOKEN_BYTES, tiny_model
-from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, DenseTokens, tokens
+from workload import NEW_TOKENS, PROMPTS, SHARED, tokens
 
 pytestmark = MORE
 
@@ -68,10 +59,14 @@ LOOPS = pytest.mark.parametrize(
 )
 
 
+def make_spy(folder: Path) -> Path:
+    """:data:`SPY` as a plug-in."""
+    return make_plugin(folder, "spy_mixed:load", SPY)
+
+
 @pytest.fixture(scope="module")
 def spy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("spy")
-    return make_plugin(folder, "spy_mixed:load", SPY)
+    return make_spy(tmp_path_factory.mktemp("spy"))
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +80,6 @@ def sparse(loop: tuple[str, ...], spy: Path, log_dir: Path) -> Iterator[Server]:
     flags = (*FLAGS, *loop, "--max-total-tokens", "40000", "--max-running-requests", "8")
     log = log_dir / f"mixed-sparse{len(loop)}.log"
     with Server(tiny_model("llama"), log, *flags, config=SPARSE, python_path=[spy]) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def whole(loop: tuple[str, ...], spy: Path, log_dir: Path) -> Iterator[Server]:
-    flags = (*FLAGS, *loop, *SMALL_POOL_FLAGS)
-    log = log_dir / f"mixed-whole{len(loop)}.log"
-    with Server(tiny_model("llama"), log, *flags, config=WHOLE, python_path=[spy]) as server:
         yield server
 
 
@@ -131,30 +118,6 @@ def test_a_shared_prefix_gives_what_each_gives_alone(sparse: Server) -> None:
     assert max(a.cached for a in answers) >= 992
 
 
-@pytest.mark.modes
-@LOOPS
-def test_a_budget_of_the_whole_context_gives_dense_tokens(
-    whole: Server, dense_tokens: DenseTokens
-) -> None:
-    for case in (PROMPTS, SHARED):
-        assert_equal_fresh_and_cached(whole, case, dense_tokens("llama", case))
-    assert num_mixed(whole, "resident") > 10
-
-
-@pytest.mark.modes
-@LOOPS
-def test_an_abort_beside_chunks(whole: Server, dense_tokens: DenseTokens) -> None:
-    abort_beside_others(whole, dense_tokens("llama", PROMPTS))
-
-
-@pytest.mark.modes
-@LOOPS
-def test_retracted_requests_start_over_and_end_the_same(
-    whole: Server, dense_tokens: DenseTokens
-) -> None:
-    retract_until_seen(whole, dense_tokens("llama", RETRACTED))
-
-
 LATENTS = latents(256, 512)
 
 
@@ -171,41 +134,3 @@ def test_latents(kind: str, spy: Path, log_dir: Path) -> None:
         answers = server.generate_many(prompts, NEW_TOKENS, delay_s=0.2)
         assert [a.ids for a in answers] == expected
         assert num_mixed(server, "sparse") > 3
-
-
-#: Quest with a fault for a request of 700 tokens that decodes.
-FAULTY = """
-    from dataclasses import dataclass
-
-    from hisparse.algorithms.quest import Quest
-
-
-    @dataclass(frozen=True, kw_only=True)
-    class Faulty(Quest):
-        def retrieve_topk(self, queries, layer_id, step):
-            if layer_id == 1 and (step.seq_lens == 700).any():
-                raise RuntimeError("planted")
-            return super().retrieve_topk(queries, layer_id, step)
-"""
-
-
-@pytest.mark.modes
-def test_a_row_that_fails_ends_with_an_error_and_the_server_goes_on(
-    spy: Path, tmp_path: Path, log_dir: Path
-) -> None:
-    """The requests of its forward end with it; those that come later do not."""
-    plugin = make_plugin(tmp_path / "faulty", "faulty:Faulty", FAULTY, group="hisparse.algorithms")
-    options = {"config": SPARSE | {"algorithm": "faulty"}, "python_path": [spy, plugin]}
-    flags, log = (*FLAGS, "--max-total-tokens", "8000"), log_dir / "mixed-faulty.log"
-    with Server(tiny_model("llama"), log, *flags, **options) as server:
-        prompts = [tokens(n, seed=n) for n in (400, 800, 1000)]
-        right = alone(server, prompts, NEW_TOKENS)
-        with ThreadPoolExecutor(4) as threads:
-            asked = [threads.submit(server.generate, p, NEW_TOKENS) for p in prompts]
-            fails = threads.submit(server.generate, tokens(690, seed=3), 400)
-            assert "planted" in str(fails.exception())
-            for reply, expected in zip(asked, right, strict=True):
-                error = reply.exception()
-                assert "planted" in str(error) if error else reply.result().ids == expected
-        assert [server.generate(prompt, NEW_TOKENS).ids for prompt in prompts] == right
-        assert_nothing_held(server)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import (
-    abort_beside_others,
-    assert_equal_fresh_and_cached,
-    assert_nothing_held,
-    retract_until_seen,
-)
+from checks import assert_nothing_held
 from draft_models import eagle3_head, eagle_head, noisy_model, with_next_layer
 from harness import Answer, Server
 from parts import MORE, few
-from settings import CHECKED, SMALL_POOL_FLAGS, SPARSE, WHOLE, latents
+from settings import CHECKED, SPARSE, latents
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, DenseTokens, tokens
+from workload import NEW_TOKENS, tokens
 
 pytestmark = MORE
 
@@ -113,34 +108,6 @@ def test_drafts_change_no_token(name: str, plain: Plain, log_dir: Path) -> None:
     # One forward gives one token, and each accepted draft one more.
     forwards = sum(answer.verified for answer in first)
     assert 0 < forwards < len(first) * (NEW_TOKENS - 1) * most
-
-
-@pytest.fixture(scope="module", params=[ngram, standalone], ids=["NGRAM", "STANDALONE"])
-def whole(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Server]:
-    """A budget of every context, so that answers are those of dense attention."""
-    flags = (*FLAGS, *request.param(), *SMALL_POOL_FLAGS)
-    with Server(tiny_model("llama"), log_dir / "drafts.log", *flags, config=WHOLE) as server:
-        yield server
-
-
-@pytest.mark.modes
-def test_a_budget_of_the_whole_context_gives_dense_tokens(
-    whole: Server, dense_tokens: DenseTokens
-) -> None:
-    for case in (PROMPTS, SHARED):
-        assert_equal_fresh_and_cached(whole, case, dense_tokens("llama", case))
-
-
-@pytest.mark.modes
-def test_an_abort_beside_others(whole: Server, dense_tokens: DenseTokens) -> None:
-    abort_beside_others(whole, dense_tokens("llama", PROMPTS))
-
-
-@pytest.mark.modes
-def test_retracted_requests_start_over_and_end_the_same(
-    whole: Server, dense_tokens: DenseTokens
-) -> None:
-    retract_until_seen(whole, dense_tokens("llama", RETRACTED))
 
 
 def test_an_algorithm_with_state_of_requests_is_one_line(tmp_path: Path) -> None:

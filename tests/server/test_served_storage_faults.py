@@ -27,10 +27,10 @@ pytestmark = pytest.mark.skipif(PART != "faults", reason="servers: make test-all
 FULL = """
     import os, resource
 
-    from hisparse.sglang.features.storage import file_storage
+    from hisparse.storage import FileStore
 
     def install() -> None:
-        put = file_storage.FileStorage.batch_set
+        put = FileStore.put
 
         def limited(self, *args, **options):
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -38,7 +38,7 @@ FULL = """
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
             return put(self, *args, **options)
 
-        file_storage.FileStorage.batch_set = limited
+        FileStore.put = limited
 """
 
 

@@ -14,9 +14,8 @@ from tiny_models import LAYERS, tiny_model
 from workload import tokens
 
 from hisparse.errors import ConfigError
-from hisparse.trace import SelectionTrace, lru_curve, policy_hits
-from hisparse.trace.prefix import PrefixTrace, convert_sglang
-from hisparse.trace.prefix_replay import replay_prefix
+from hisparse.trace import SelectionTrace, replay_hits
+from hisparse.trace.prefix import PrefixTrace, convert_sglang, replay_prefix
 from tests.sizes import SWEEPS
 
 PAGE, BUDGET, PROMPT, STEPS = 16, 128, 800, 24
@@ -75,8 +74,9 @@ def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path)
         assert list(trace.header.layers) == list(range(LAYERS))
         assert trace.visits.requests.tolist() == [i // (STEPS - 1) for i in range(count)]
         assert trace.visits.seq_lens[0] == PROMPT + 1
-        assert lru_curve(trace).accesses.sum() == selected
-        assert 0 < policy_hits(trace, "lru", [2 * BUDGET]).sum() < selected
+        found = replay_hits(trace, "lru", [2 * BUDGET])
+        assert found.accesses.sum() == selected
+        assert 0 < found.hits.sum() < selected
     first, second, again = requests
     assert first.hash_ids == again.hash_ids
     assert not set(first.hash_ids) & set(second.hash_ids)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hisparse_bench.load.random_dsa import drop_layer_types, scale_weights
+from hisparse_bench.load.contenders import drop_layer_types, scale_weights
 
 CONTEXT = 8192
 VOCAB = 512

@@ -17,8 +17,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from transformers import AutoModelForCausalLM
 
-from hisparse.engine.fingerprint import fingerprint, model_settings
 from hisparse.sglang.features.storage.key import rope_differences
+from hisparse.storage.fingerprint import fingerprint, model_settings
 from hisparse.transformers.fingerprint import model_fingerprint
 
 

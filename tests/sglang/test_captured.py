@@ -31,7 +31,9 @@ class Runner:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.sim = Simulator(checked=False, **settings)
         sim = self.sim
-        sizing = SimpleNamespace(request=SimpleNamespace(context_length=CONTEXT))
+        sizing = SimpleNamespace(
+            request=SimpleNamespace(context_pages=-(-CONTEXT // sim.page_size))
+        )
         self.session = SimpleNamespace(
             spec=sim.spec,
             layer_ids=range(sim.layers),

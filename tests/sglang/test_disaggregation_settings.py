@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.sglang.features import disaggregation
+from hisparse.sglang.features.base import Start
 from hisparse.testing import Simulator
 
 
 def config_in(mode: str, **keys: Any) -> HiSparseConfig:
-    server_args = SimpleNamespace(disaggregation_mode=mode)
-    return disaggregation.FEATURE.process_config(HiSparseConfig.from_dict(keys), server_args)
+    config = HiSparseConfig.from_dict(keys)
+    args = SimpleNamespace(disaggregation_mode=mode, disaggregation_decode_retraction_backup=None)
+    changes = disaggregation.FEATURE.prepare(Start(args=args, config=config, device="cuda"))
+    return replace(config, **changes)
 
 
 @pytest.mark.parametrize("algorithm", [n for n in ALGORITHMS if not ALGORITHMS.get(n).indexer])

@@ -15,7 +15,6 @@ from torch import Tensor
 from hisparse.errors import ConfigError
 from hisparse.sglang import features, hooks, session
 from hisparse.sglang.features import speculation
-from hisparse.sglang.features.dsa.pools import DraftDSAPool, HiSparseDSAPool
 from hisparse.sglang.features.speculation import draft_backend
 from hisparse.sglang.features.speculation.draft_backend import DraftAttnBackend, DraftSteps
 from hisparse.sglang.features.speculation.draft_model import (
@@ -24,8 +23,8 @@ from hisparse.sglang.features.speculation.draft_model import (
     draft_token_bytes,
     sglang_draft_bytes,
 )
-from hisparse.sglang.kv_pool import HiSparseMHAPool
-from hisparse.types import KVSpec
+from hisparse.sglang.kv_pool import DraftDSAPool, HiSparseDSAPool, HiSparseMHAPool
+from tests.shapes import small_spec
 
 Q_HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 6
 SLOTS = 64
@@ -162,15 +161,7 @@ def test_the_draft_models_pool_is_charged(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match=r"the draft model is a hybrid \(Lfm2ForCausalLM\); "):
         draft_token_bytes(configurator)
     found[0] = None
-    spec = KVSpec(
-        num_layers=2,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        v_head_dim=8,
-        dtype=torch.float32,
-        page_size=4,
-    )
+    spec = small_spec()
     # SGLang takes the draft's layers as equal to the target's.
     assert sglang_draft_bytes(configurator, spec) == spec.token_bytes * 3 // 2
     nothing = SimpleNamespace(

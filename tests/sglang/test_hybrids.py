@@ -19,8 +19,8 @@ from hisparse.sglang import session
 from hisparse.sglang.backend import HiSparseAttnBackend
 from hisparse.sglang.features import hybrids
 from hisparse.sglang.kv_pool import HiSparseMHAPool, HiSparseMLAPool
-from hisparse.sglang.model_shape import read_model_shape
-from hisparse.types import KVSpec
+from hisparse.sglang.models import read_model_shape
+from tests.shapes import small_spec
 
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -28,25 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 #: Layers of a model of four that attend.
 FULL = [1, 3]
 SPECS = {
-    "mha": KVSpec(
-        num_layers=2,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        v_head_dim=8,
-        dtype=torch.float32,
-        page_size=4,
-    ),
-    "mla": KVSpec(
-        num_layers=2,
-        num_q_heads=4,
-        num_kv_heads=1,
-        head_dim=12,
-        v_head_dim=8,
-        dtype=torch.float32,
-        page_size=4,
-        latent=True,
-    ),
+    "mha": small_spec(),
+    "mla": small_spec(num_kv_heads=1, head_dim=12, latent=True),
 }
 
 
@@ -171,15 +154,7 @@ def test_layers_that_are_not_where_the_configuration_says(
 def test_dense_layers_are_named_as_the_model_numbers_them() -> None:
     config = HiSparseConfig(dense_layers=(3,))
     hybrids.check_attending(config, FULL)
-    spec = KVSpec(
-        num_layers=len(FULL),
-        num_q_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        v_head_dim=8,
-        dtype=torch.float32,
-        page_size=16,
-    )
+    spec = small_spec(num_q_heads=2, page_size=16)
     assert resolve_settings(config, spec, "layer", FULL).dense_layers == {1}
     with pytest.raises(ConfigError, match=r"got \[0\], expected some of .* that attend: 1, 3"):
         hybrids.check_attending(HiSparseConfig(dense_layers=(0, 1)), FULL)

@@ -12,39 +12,29 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hisparse.cache import HostKVPool
 from hisparse.cache.kv_io import read_tokens, write_tokens
+from hisparse.cache.serializer import PageSerializer
 from hisparse.errors import HiSparseError
 from hisparse.sglang import session
 from hisparse.sglang.features.disaggregation.transfer import (
     Buffers,
     Transfers,
-    copy_tokens,
+    copy_pages,
     kv_buffers,
+    restore_pages,
     scale_buffers,
 )
 from hisparse.sglang.kv_pool import HiSparseMHAPool
 from hisparse.types import HostLayout, KVSpec
+from tests.shapes import small_spec
 
-SIZES: dict[str, Any] = {"num_layers": 2, "num_q_heads": 4, "dtype": torch.float32}
-HEADS = KVSpec(**SIZES, num_kv_heads=2, head_dim=8, v_head_dim=8, page_size=4)
+HEADS = small_spec()
 SPECS = {
     "heads": HEADS,
-    "int8": KVSpec(
-        **SIZES, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=4, kv_cache_dtype="int8"
-    ),
-    "fp8": KVSpec(
-        **SIZES, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=4, kv_cache_dtype="fp8_e4m3"
-    ),
-    "latents": KVSpec(
-        **SIZES, num_kv_heads=1, head_dim=16, v_head_dim=12, page_size=4, latent=True
-    ),
-    "fp8 latents": KVSpec(
-        **SIZES,
-        num_kv_heads=1,
-        head_dim=48,
-        v_head_dim=32,
-        page_size=4,
-        latent=True,
-        kv_cache_dtype="fp8_e4m3",
+    "int8": small_spec(head_dim=16, v_head_dim=16, kv_cache_dtype="int8"),
+    "fp8": small_spec(head_dim=16, v_head_dim=16, kv_cache_dtype="fp8_e4m3"),
+    "latents": small_spec(num_kv_heads=1, head_dim=16, v_head_dim=12, latent=True),
+    "fp8 latents": small_spec(
+        num_kv_heads=1, head_dim=48, v_head_dim=32, latent=True, kv_cache_dtype="fp8_e4m3"
     ),
 }
 PAGE, NUM_PAGES = 16, 12
@@ -128,9 +118,9 @@ def test_copies_of_a_retracted_request_come_back(spec: KVSpec) -> None:
     fill(one, here)
     keys, back = (torch.zeros(2, h.num_pages, 5) for h in (one, other))
     keys.normal_()
-    copies = copy_tokens(one, {"keys": keys.to(torch.float8_e4m3fn)}, here)
+    copies = copy_pages(PageSerializer(one, 4, {"keys": keys.to(torch.float8_e4m3fn)}), here)
     restored = back.to(torch.float8_e4m3fn)
-    copies.restore(other, {"keys": restored}, there)
+    restore_pages(PageSerializer(other, 4, {"keys": restored}), copies, there)
     assert_same(one, here, other, there)
     pages = [slots[::4] // 4 for slots in (here, there)]
     assert torch.equal(

@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from hisparse.errors import HiSparseError
 from hisparse.sglang.backend import HiSparseAttnBackend
-from hisparse.sglang.model_shape import read_model_shape
+from hisparse.sglang.models import read_model_shape
 
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")

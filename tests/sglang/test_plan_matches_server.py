@@ -21,9 +21,9 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors
 from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.sizing import Sizing, resize
+from hisparse.model_config import shape_per_rank
 from hisparse.plan.fit import Machine, divide_layers, fit
 from hisparse.sglang import features, hooks, ranks, session, setup
-from hisparse.transformers.model_shape import shape_per_rank
 
 GIB = 2**30
 CONFIG = LlamaConfig(
@@ -43,13 +43,12 @@ def loaded(tp: int, numbers: Sequence[int] = range(4)) -> torch.nn.Module:
     return torch.nn.ModuleList(layers)
 
 
-def configurator(model: torch.nn.Module, config: str, kv_cache_dtype: str = "auto") -> Any:
+def configurator(model: torch.nn.Module, config: HiSparseConfig, host_memory: Any) -> Any:
     """What SGLang's ``KVCacheConfigurator`` has of a loaded model."""
     return SimpleNamespace(
         server_args=SimpleNamespace(
             attention_backend="hisparse",
-            hisparse_config=config,
-            kv_cache_dtype=kv_cache_dtype,
+            hisparse_config=json.dumps(config.effective() | {"host_memory": host_memory}),
             nnodes=1,
             chunked_prefill_size=8192,
             disaggregation_mode="null",
@@ -114,12 +113,8 @@ def test_sizes_are_those_of_the_server(
     assert planned.max_requests > 0
 
     stand_in(monkeypatch, machine, planned.max_requests)
-    text = f'{{"algorithm": "{algorithm}", "budget": 1024, '
-    text += f'"host_memory": "{planned.host_memory}", '
-    text += f'"cuda_graph": {json.dumps(cuda_graph)}}}'
-    pool_bytes = hooks.around_profile_available_bytes(
-        lambda *_: machine.cache_bytes, configurator(loaded(tp), text, kv_cache_dtype), 0
-    )
+    each = configurator(loaded(tp), config, planned.host_memory)
+    pool_bytes = hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
     served = session.require_session()
     assert served.spec == planned.spec
     assert served.sizing == planned.sizing
@@ -146,10 +141,8 @@ def test_replicas_divide_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Machine(host_bytes=20 * GIB, tp=2, dp=4, **sizes)
     stand_in(monkeypatch, late, planned.max_requests)
     mib = int(str(planned.host_memory).removesuffix("MiB"))
-    text = f'{{"algorithm": "quest", "budget": 1024, "host_memory": {mib * 2**20}}}'
-    hooks.around_profile_available_bytes(
-        lambda *_: machine.cache_bytes, configurator(loaded(2), text), 0
-    )
+    each = configurator(loaded(2), config, mib * 2**20)
+    hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
     assert session.require_session().sizing == planned.sizing
 
 
@@ -179,12 +172,11 @@ def test_a_pipeline_divides_layers_and_host_memory(
         ranks, "layers_of_ranks", lambda layers: [n for n in stages for _ in range(tp)]
     )
     every = SimpleNamespace(world_size=tp * len(stages), rank_in_group=0)
-    text = '{"algorithm": "quest", "budget": 1024, "dense_layers": [2], '
-    text += f'"host_memory": "{planned.host_memory}"}}'
     served, first = list[Sizing](), 0
     monkeypatch.setattr(parallel_state, "get_world_group", lambda: every)
     for own in stages:
-        each = configurator(loaded(tp, range(first, first + own)), text)
+        model = loaded(tp, range(first, first + own))
+        each = configurator(model, config, planned.host_memory)
         each.layer_info = SimpleNamespace(start_layer=first)
         each.model_config.num_hidden_layers = 4
         hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
@@ -229,14 +221,12 @@ def test_ranks_of_a_node_share_the_latents_of_mla(
     config = HiSparseConfig.from_dict(settings | {"host_memory": "8GiB"})
     planned = fit(config, shape_per_rank(MLA, 16, tp), machine, 32768)
     stand_in(monkeypatch, machine, planned.max_requests)
-    text = json.dumps(settings | {"host_memory": planned.host_memory})
-    hooks.around_profile_available_bytes(
-        lambda *_: machine.cache_bytes, configurator(loaded_mla(tp), text), 0
-    )
+    each = configurator(loaded_mla(tp), config, planned.host_memory)
+    hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
     served = session.require_session()
     assert served.sizing == planned.sizing
     kept = kept_tensors(served.resolved.config, served.algorithm, served.policy)
-    own = host_token_bytes(served.algorithm, kept, served.spec)
+    own = host_token_bytes(kept, served.spec)
     assert (own > 0) == economy
     assert planned.host_bytes_per_token == MLA_TOKEN_BYTES // tp + own
     node_bytes = served.sizing.kv_tokens * (MLA_TOKEN_BYTES + tp * own)

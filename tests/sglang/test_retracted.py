@@ -16,8 +16,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from test_serializer import PAGE_TOKENS, bits_at, fill, slots_of
 from test_storage_weights import Server
 
-from hisparse.sglang.features.storage.file_storage import FileStorage
-from hisparse.sglang.features.swap import around_release_req
+from hisparse.sglang.features.storage.pages import FilePages
+from hisparse.sglang.features.storage.swap import around_release_req
 from hisparse.sglang.session import require_session
 from hisparse.storage import FileStore
 
@@ -153,7 +153,7 @@ def test_the_threshold_can_be_set(start: Start, setting: Any, swapped: int) -> N
 def test_a_backend_that_removes_nothing_swaps_nothing(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delattr(FileStorage, "batch_remove")
+    monkeypatch.setattr(FilePages, "can_remove", False)
     with caplog.at_level("INFO", logger="hisparse"):
         server, request = start(), Request()
     assert "backend file does not remove pages; retracted requests are computed" in caplog.text

@@ -164,10 +164,9 @@ def test_algorithms_with_state_of_requests_are_refused(name: str) -> None:
     setup = SimpleNamespace(
         resolved=SimpleNamespace(config=config),
         algorithm=build_algorithm(config),
-        spec=sim.spec,
         policy=sim.policy,
     )
-    if name in ("snapkv", "dipr"):
+    if name == "snapkv":
         with pytest.raises(ConfigError, match=f"but algorithm '{name}' keeps state of requests"):
             check_rollback(setup, "NGRAM")
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,18 @@ from test_serializer import bits_at, fill, make_pool, slots_of
 
 from hisparse.cache.serializer import PageSerializer
 from hisparse.cache.shareable_pages import ShareablePages
-from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage import calls
-from hisparse.sglang.features.storage.calls import StorageHealth
-from hisparse.sglang.features.storage.load import PageLoader
-from hisparse.sglang.features.storage.offload import PageWriter
-from hisparse.sglang.features.storage.page_storage import CHECKSUM_BYTES, PageStorage, RecordBuffer
+from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth, Workers
+from hisparse.sglang.features.storage.pages import (
+    CHECKSUM_BYTES,
+    BackendPages,
+    FilePages,
+    PageStorage,
+    RecordBuffer,
+)
 from hisparse.sglang.features.storage.records import RecordStore
-from hisparse.sglang.features.storage.setup import create_backend
-from hisparse.sglang.features.storage.state import StorageCounters
-from hisparse.storage import Namespace
+from hisparse.sglang.features.storage.transfers import PageLoader, PageWriter
+from hisparse.storage import FileStore, Namespace
 from tests.sizes import sized
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,27 +44,25 @@ class World:
 
     backend: Any
     counters: StorageCounters = field(default_factory=StorageCounters)
-    #: Whether the backend checks nothing itself.
-    checksums: bool = True
+    open: Callable[[Any, RecordBuffer], PageStorage] = BackendPages
 
     def __post_init__(self) -> None:
         self.pool = make_pool("page_head")
         fill(self.pool, seed=0)
         form = PageSerializer(self.pool, 8, {})
-        extra = CHECKSUM_BYTES if self.checksums else 0
-        self.form, staging = form, RecordBuffer(4, 2, form.record_bytes + extra)
-        self.storage = PageStorage(self.backend, staging, checksums=self.checksums)
-        self.use("some model")
+        self.form, row_bytes = form, form.record_bytes + CHECKSUM_BYTES
+        self.storage = self.open(self.backend, RecordBuffer(4, 2, row_bytes))
         self.exact = ShareablePages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         health = StorageHealth(self.counters, TIMEOUT_S)
         self.records = RecordStore(
-            storage=self.storage, form=form, buffer=staging, health=health, counters=self.counters
+            storage=self.storage, form=form, health=health, counters=self.counters
         )
+        self.use("some model")
         self.loader = PageLoader(self.records, 2)
         self.writer = PageWriter(self.records, self.exact, 30)
 
     def use(self, model: str) -> None:
-        self.storage.use(self.namespace(model))
+        self.records.namespace = self.namespace(model)
 
     def namespace(self, model: str) -> Namespace:
         sizes: dict[str, Any] = {"page_size": 8, "part_bytes": self.form.part_bytes}
@@ -163,7 +163,7 @@ def test_each_flipped_bit_is_found(world: World) -> None:
     world.backend.fault = "flip"
     rows = range(2)
     for _ in range(sized(30, 1000)):
-        assert world.storage.get(world.storage.keys(KEYS[:2]), rows) == [False, False]
+        assert world.storage.get(world.records.keys(KEYS[:2]), rows) == [False, False]
 
 
 def test_a_store_that_hangs_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_a_put_that_waits_keeps_the_model_of_its_pages(
 ) -> None:
     """A flush after an update of the weights finds a put behind a slow call."""
     world.exact.set_exact(world.pages(PAGES))
-    old = list(world.storage.keys(KEYS[:2]))
+    old = list(world.records.keys(KEYS[:2]))
     read, copied, go = world.form.read, threading.Event(), threading.Event()
 
     def read_and_stall(pages: torch.Tensor, out: torch.Tensor) -> None:
@@ -302,7 +302,7 @@ def test_waiting_offloads_end_with_the_one_that_hangs(
 def test_a_damaged_record_is_written_again(world: World, hit: int) -> None:
     """The request that could not load it computes its page, and offloads it."""
     world.store_all()
-    world.backend.records[world.storage.keys(KEYS)[hit]][0] ^= 1
+    world.backend.records[world.records.keys(KEYS)[hit]][0] ^= 1
     assert not world.load()
     assert world.loader.find(KEYS) == hit
     assert world.offload(KEYS, PAGES)
@@ -329,8 +329,7 @@ class _Counted(list[str]):
 
 def test_a_lookup_that_finds_few_pages_reads_few_names(tmp_path: Path) -> None:
     """The scheduler repeats it for each waiting request, and a prompt may have 62,500 pages."""
-    backend = create_backend(StorageOptions(path=str(tmp_path)), None, 0, 1)
-    world = World(backend, checksums=False)
+    world = World(FileStore(tmp_path), open=FilePages)
     world.store_all()
     for stored in ([], KEYS):
         names = _Counted([*stored, *(f"{i:064x}" for i in range(10, 62_500))])
@@ -339,3 +338,25 @@ def test_a_lookup_that_finds_few_pages_reads_few_names(tmp_path: Path) -> None:
     world.writer.close()
     world.loader.close()
     world.storage.close()
+
+
+@pytest.mark.parametrize(
+    ("task", "counted"),
+    [("raise", "storage_errors"), ("hang", "storage_late_calls")],
+)
+def test_a_time_limit_of_the_backends_own_is_an_error_of_its(
+    task: str, counted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line in the log must not blame timeout_s for it."""
+    counters, workers = StorageCounters(), Workers(1, "test")
+
+    def run() -> Any:
+        if task == "raise":
+            raise TimeoutError("no answer of 10.0.0.1")
+        time.sleep(2)
+
+    assert StorageHealth(counters, 20.0 if task == "raise" else 0.1).call(workers, run) is None
+    totals = {name: total for name, total in counters.totals().items() if total}
+    assert totals == {counted: 1}
+    assert ("10.0.0.1" in caplog.text) == (task == "raise")
+    workers.close()

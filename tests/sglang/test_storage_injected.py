@@ -1,5 +1,5 @@
-"""SGLang's own injected failures and delays between a linker's threads and a file store, while its
-files are cut and flipped: a load gives the right bytes or fails, and is counted.
+"""Failures and delays between a linker's threads and a file store, while its files are cut and
+flipped: a load gives the right bytes or fails, and is counted.
 """
 
 from __future__ import annotations
@@ -9,35 +9,57 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_storage_faults
 import torch
 from test_storage_faults import KEYS, OTHERS, PAGES, World
 
-from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage import calls
-from hisparse.sglang.features.storage.page_storage import unwrapped
-from hisparse.sglang.features.storage.setup import create_backend
+from hisparse.sglang.features.storage.pages import FilePages
+from hisparse.storage import FileStore
 from tests.sizes import sized
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-_VARIABLE = "SGLANG_TEST_HICACHE_BACKEND_RANDOM_"
 _ROUNDS = sized(40, 1000)
+
+
+class FaultyStore(FileStore):
+    """A fifth of all calls fails, and a fourth takes longer than the limit.
+
+    Attributes:
+        failures: share of calls that fail.
+        delay_s: most that a call is late.
+    """
+
+    failures, delay_s = 0.2, 0.02
+
+    def _disturb(self) -> None:
+        time.sleep(self.delay_s * random.random())
+        if random.random() < self.failures:
+            raise OSError("no answer")
+
+    def find(self, *args: Any) -> int:
+        self._disturb()
+        return super().find(*args)
+
+    def get(self, *args: Any) -> list[bool]:
+        self._disturb()
+        return super().get(*args)
+
+    def put(self, *args: Any) -> bool:
+        self._disturb()
+        return super().put(*args)
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A fifth of all calls fails, and a fourth takes longer than the limit."""
     monkeypatch.setattr(test_storage_faults, "TIMEOUT_S", 0.015)
     monkeypatch.setattr(calls, "_PAUSE_S", 0.0)
     monkeypatch.setattr(calls, "_MAX_PAUSE_S", 0.0)
-    monkeypatch.setenv(f"{_VARIABLE}FAILURE", "0.2")
-    monkeypatch.setenv(f"{_VARIABLE}DELAY", "0.02")
-    backend = create_backend(StorageOptions(path=str(tmp_path)), None, 0, 1)
-    assert unwrapped(backend) is not backend, "SGLang injects nothing"
-    made = World(backend, checksums=False)
+    made = World(FaultyStore(tmp_path), open=FilePages)
     yield made
     made.writer.close()
     made.loader.close()
@@ -82,7 +104,7 @@ def test_no_wrong_byte_and_a_counter_for_each_fault(world: World, tmp_path: Path
     for name in ("failed_offloads", "damaged_pages", "late_calls"):
         assert world.count(name), name
     # Once the faults end, all pages are stored again.
-    world.backend._failure_prob = world.backend._random_delay_limit = 0.0
+    world.backend.failures = world.backend.delay_s = 0.0
     world.records.health.timeout_s = 20.0
     end = time.monotonic() + 60
     while not (world.offload(KEYS, PAGES) and world.load()):

@@ -1,4 +1,4 @@
-"""Which servers exchange pages, and the file store as a backend of SGLang's."""
+"""Which servers exchange pages, and how the file store keeps them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import fingerprint, model_settings
 from hisparse.errors import ConfigError
+from hisparse.model_config import rotary_frequencies
 from hisparse.sglang import session as session_module
 from hisparse.sglang.features.storage import around_request
-from hisparse.sglang.features.storage.file_storage import FileStorage
 from hisparse.sglang.features.storage.key import (
     AdapterKeys,
     make_namespace,
     model_fingerprint,
     rope_differences,
 )
+from hisparse.sglang.features.storage.pages import FilePages, Keys, RecordBuffer
 from hisparse.sglang.ranks import LinkerRanks
-from hisparse.storage import Namespace, page_keys
-from hisparse.transformers.model_shape import rotary_frequencies
+from hisparse.storage import FileStore, Namespace, page_keys
+from hisparse.storage.fingerprint import fingerprint, model_settings
 from hisparse.types import AttentionRule
 from tests.server.tiny_models import tiny_model
 from tests.sizes import SWEEPS
@@ -102,7 +102,7 @@ def test_one_element_in_a_run_of_a_weight_counts() -> None:
 @pytest.mark.parametrize("size", [64, 3 * 2**14])
 def test_each_element_of_a_weight_counts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows of an embedding, or one expert, may be all that an edit changes."""
-    monkeypatch.setattr("hisparse.engine.fingerprint._CHUNK", 2**14)
+    monkeypatch.setattr("hisparse.storage.fingerprint._CHUNK", 2**14)
     weight = torch.zeros(size, dtype=torch.bfloat16)
     found = {fingerprint({}, [("embedding", weight)])}
     rng = torch.Generator().manual_seed(0)
@@ -353,45 +353,27 @@ def test_a_model_has_one_fingerprint_in_sglang_and_in_transformers() -> None:
     assert len({here for here, _ in pairs}) == len(kinds)
 
 
-@pytest.fixture
-def backend(tmp_path: Path) -> FileStorage:
-    extra = {"path": str(tmp_path), "size_bytes": None, "policy": "lru", "ttl_s": None}
-    return FileStorage(SimpleNamespace(extra_config=extra), {})
-
-
-def test_the_file_store_keeps_namespaces_apart(backend: FileStorage) -> None:
+def test_the_file_store_keeps_namespaces_apart_and_tells_damage(tmp_path: Path) -> None:
     first, second = namespace(), namespace(seed=1)
-    for each in (first, second):
-        backend.use(each)
+    buffer = RecordBuffer(1, 4, first.page_bytes)
+    storage = FilePages(FileStore(tmp_path), buffer)
+    names = ["aa" * 32, "bb" * 32]
+    keys, others = Keys(first, names), Keys(second, names)
     records = torch.randint(0, 256, (2, first.page_bytes), dtype=torch.uint8)
-    pages = ["aa" * 32, "bb" * 32]
-    keys, others = ([f"{each.key}-{page}" for page in pages] for each in (first, second))
-    assert backend.batch_set(keys, list(records))
-    assert backend.batch_set(keys, list(records)), "they are there already"
-    assert (backend.batch_exists(keys), backend.batch_exists(others)) == (2, 0)
-    assert backend.batch_exists([]) == 0
-    assert backend.exists(keys[1]) and not backend.exists(others[1])
-    out = torch.zeros_like(records)
-    assert backend.batch_get(others, list(out)) == [None, None]
-    assert all(row is not None for row in backend.batch_get(keys, list(out)))
-    assert torch.equal(out, records)
-    assert backend.set(others[0], records[1])
-    got = backend.get(others[0], out[0])
-    assert got is not None and torch.equal(got, records[1])
-    backend.clear()
-    assert backend.batch_exists(keys) == backend.batch_exists(others) == 0
-    backend.close()
-
-
-def test_a_damaged_record_is_absent(backend: FileStorage, tmp_path: Path) -> None:
-    space = namespace()
-    backend.use(space)
-    key = f"{space.key}-{'cc' * 32}"
-    assert backend.set(key, torch.zeros(space.page_bytes, dtype=torch.uint8))
+    buffer.data[:2] = records
+    assert storage.put(keys, [0, 1])
+    assert storage.put(keys, [0, 1]), "they are there already"
+    assert [storage.find(each) for each in (keys, others, keys[:0])] == [2, 0, 0]
+    assert storage.get(others, [2, 3]) == [None, None]
+    assert storage.get(keys, [2, 3]) == [True, True]
+    assert torch.equal(buffer.data[2:], records)
+    assert storage.put(others[:1], [1])
+    storage.remove(others[:1])
+    assert storage.get(others[:1], [2]) == [None]
     (segment,) = (tmp_path / "segments").glob("*.seg")
     data = bytearray(segment.read_bytes())
     data[5000] ^= 4
     segment.write_bytes(data)
-    assert backend.get(key, torch.zeros(space.page_bytes, dtype=torch.uint8)) is None
-    assert not backend.exists(key)
-    backend.close()
+    assert storage.get(keys[:1], [2]) == [False]
+    assert storage.find(keys) == 0
+    storage.close()

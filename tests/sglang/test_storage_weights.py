@@ -26,8 +26,9 @@ from hisparse.algorithms.quest import Quest
 from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.sglang import features, plugin
+from hisparse.sglang.features.storage.calls import StorageCounters
+from hisparse.sglang.features.storage.key import StorageState
 from hisparse.sglang.features.storage.linker import HiSparseLinker
-from hisparse.sglang.features.storage.state import StorageCounters, StorageState
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import ServerSession, start_session
 
@@ -105,7 +106,7 @@ class Server:
             counters=self.counters,
         )
         session.add(self.state)
-        monkeypatch.setenv(features.IN_USE, "server storage swap")
+        monkeypatch.setenv(features.IN_USE, "server storage")
         monkeypatch.setattr("hisparse.sglang.session._session", None)
         start_session(session)
         kvcache = SimpleNamespace(host=self.pool)
@@ -137,7 +138,7 @@ def one_rank() -> Iterator[None]:
 
     load_plugins()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(features.IN_USE, "server storage swap")
+        patch.setenv(features.IN_USE, "server storage")
         plugin.install_hooks()
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -317,7 +318,7 @@ def test_a_store_that_does_not_close_does_not_keep_the_server(
         go.wait(60)
         done.set()
 
-    monkeypatch.setattr(server.linker._storage, "close", close)
+    monkeypatch.setattr(server.linker.records.storage, "close", close)
     server.linker.close()
     assert not done.is_set()
     go.set()

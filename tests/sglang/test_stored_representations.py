@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.algorithms.dipr.algorithm import DIPR
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
@@ -20,17 +20,15 @@ from hisparse.algorithms.snapkv import SnapKV
 from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.engine.prefill import PrefillChunk
-from hisparse.sglang.features.storage.calls import StorageHealth
-from hisparse.sglang.features.storage.file_storage import FileStorage
-from hisparse.sglang.features.storage.page_storage import PageStorage, RecordBuffer
+from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth
+from hisparse.sglang.features.storage.pages import FilePages, RecordBuffer
 from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.features.storage.representations import (
     RepresentationFormat,
-    StoredRepresentations,
     representation_namespace,
 )
-from hisparse.sglang.features.storage.state import StorageCounters
-from hisparse.storage import Namespace
+from hisparse.sglang.features.storage.transfers import PageLoader, PageWriter
+from hisparse.storage import FileStore, Namespace
 from hisparse.testing import Simulator
 from tests.engine.test_restored_pages import LATENTS, LENGTH, PROMPT, STORED, load
 
@@ -56,29 +54,31 @@ class Storing:
         resolved = SimpleNamespace(config=config or HiSparseConfig())
         session = SimpleNamespace(coordinator=sim.coordinator, resolved=resolved)
         self.form = form = RepresentationFormat(sim.coordinator.rebuilt_entries(), PER_RECORD)
-        staging = RecordBuffer(2, 4, form.record_bytes + 100)
-        settings = {"path": str(path), "size_bytes": None, "policy": "lru", "ttl_s": None}
-        self.backend = FileStorage(SimpleNamespace(extra_config=settings), None)
-        storage, counters = PageStorage(self.backend, staging, checksums=False), StorageCounters()
-        health = StorageHealth(counters, 20)
-        self.records = RecordStore(
-            storage=storage, form=form, buffer=staging, health=health, counters=counters
+        self.store, counters = FileStore(path), StorageCounters()
+        records = RecordStore(
+            storage=FilePages(self.store, RecordBuffer(2, 4, form.record_bytes + 100)),
+            form=form,
+            health=StorageHealth(counters, 20),
+            counters=counters,
+            namespace=representation_namespace(PAGES, session, form.record_bytes),
         )
-        namespace = representation_namespace(PAGES, session, form.record_bytes)
         num_pages = sim.manager.host.num_pages
         self.exact = ShareablePages(num_pages, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         self.exact.set_exact(torch.arange(num_pages))
-        self.stored = StoredRepresentations(self.records.within(namespace), self.exact, 1000)
+        self.loader, self.writer = PageLoader(records, 1), PageWriter(records, self.exact, 1000)
 
     def offload(self, names: list[str], pages: Tensor) -> bool:
-        self.stored.writer.add(names, pages, ())
-        self.stored.writer.drain(30)
-        return self.stored.writer.pop()
+        self.writer.add(names, pages, ())
+        self.writer.drain(30)
+        return self.writer.pop()
+
+    def load(self, names: list[str], pages: Tensor) -> list[int]:
+        return self.loader.load_found(names, pages, ()).tolist()
 
     def close(self) -> None:
-        self.stored.writer.close()
-        self.stored.close()
-        self.backend.close()
+        self.writer.close()
+        self.loader.close()
+        self.store.close()
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_steps_are_those_of_a_computed_prompt(
     new = torch.tensor(request.host_pages)
     loaded.drop(new)
     opened.append(Storing(tmp_path, target))
-    assert opened[1].stored.load(names_of(new), new, ()).tolist() == []
+    assert opened[1].load(names_of(new), new) == []
     pairs = [(source.prefill((computed, 40))[0], target.prefill((request, 40))[0])]
     pairs += [(source.decode(computed), target.decode(request)) for _ in range(30)]
     for got, expected in pairs:
@@ -149,11 +149,11 @@ def test_what_the_store_lacks_is_built(tmp_path: Path, opened: list[Storing]) ->
     opened.append(Storing(tmp_path, sim))
     pages = torch.arange(1, 13)
     names = names_of(pages)
-    assert opened[0].stored.load(names, pages, ()).tolist() == pages.tolist()
+    assert opened[0].load(names, pages) == pages.tolist()
     assert opened[0].offload(names[:4], pages[:8])
-    assert opened[0].stored.load(names, pages, ()).tolist() == [9, 10, 11, 12]
-    opened[0].backend.store.close()
-    assert opened[0].stored.load(names, pages, ()).tolist() == pages.tolist()
+    assert opened[0].load(names, pages) == [9, 10, 11, 12]
+    opened[0].store.close()
+    assert opened[0].load(names, pages) == pages.tolist()
 
 
 def test_inexact_pages_are_not_stored(tmp_path: Path, opened: list[Storing]) -> None:
@@ -161,7 +161,7 @@ def test_inexact_pages_are_not_stored(tmp_path: Path, opened: list[Storing]) -> 
     pages = torch.arange(1, 13)
     opened[0].exact._flags[7:] = False
     assert opened[0].offload(names_of(pages), pages)
-    assert opened[0].stored.load(names_of(pages), pages, ()).tolist() == list(range(7, 13))
+    assert opened[0].load(names_of(pages), pages) == list(range(7, 13))
 
 
 def test_only_the_same_algorithm_and_options_find_them() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,9 @@ from test_serializer import bits_at, fill, slots_of
 from test_storage_faults import KEYS, OTHERS, PAGES, READY, TIMEOUT_S, World
 
 from hisparse.sglang.features.storage import calls
-from hisparse.sglang.features.swap.request_swap import RequestSwap
+from hisparse.sglang.features.storage.pages import BackendPages, Keys
+from hisparse.sglang.features.storage.swap import RequestSwap
+from hisparse.storage import Namespace
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -22,14 +23,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 FLAGS = torch.arange(12) < 7
 
 
-class RemovingBackend(FakeBackend):
+class RemovingPages(BackendPages):
     """A store that removes single records, as the file store does."""
 
-    def batch_remove(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self.records.pop(key, None)
+    can_remove = True
 
-    def remove_unused(self, namespace: Any, unused_s: float) -> None: ...
+    def remove(self, keys: Keys) -> None:
+        for key in keys:
+            self._backend.records.pop(key, None)
+
+    def remove_unused(self, namespace: Namespace, unused_s: float) -> None: ...
 
 
 @dataclass(eq=False)
@@ -54,7 +57,7 @@ class SwapWorld(World):
         return self.swap.load(rid, keys, self.pages(OTHERS[: len(keys)]), READY)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """RecordStore are removed by a thread of its own."""
+        """Records are removed by a thread of its own."""
         end = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < end, sorted(self.backend.records)
@@ -66,7 +69,7 @@ class SwapWorld(World):
 
 @pytest.fixture
 def world() -> Iterator[SwapWorld]:
-    made = SwapWorld(RemovingBackend())
+    made = SwapWorld(FakeBackend(), open=RemovingPages)
     yield made
     made.backend.woken.set()
     made.swap.close()

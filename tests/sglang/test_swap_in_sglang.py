@@ -26,7 +26,7 @@ from sglang.srt.server_args import ServerArgs
 from test_serializer import NUM_PAGES, PAGE_TOKENS, bits_at, fill
 from test_storage_weights import Server
 
-from hisparse.sglang.features.swap import around_release_req
+from hisparse.sglang.features.storage.swap import around_release_req
 from hisparse.sglang.session import require_session
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -150,7 +150,7 @@ def test_the_pages_go_with_the_request(scheduler: Scheduler) -> None:
     gc.disable()
     try:
         scheduler.retract(request)
-        store = scheduler.server.linker._storage._inner.store
+        store = scheduler.server.linker.records.storage._store
 
         def private() -> int:
             uses = store.describe().namespaces

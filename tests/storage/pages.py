@@ -26,19 +26,11 @@ def contents(key: str, namespace: Namespace = NAMESPACE) -> bytes:
     return rng.bytes(namespace.page_bytes)
 
 
-def parts_of(key: str, namespace: Namespace = NAMESPACE) -> list[bytes]:
-    data, parts = contents(key, namespace), []
-    for size in namespace.part_bytes:
-        parts.append(data[:size])
-        data = data[size:]
-    return parts
-
-
 def fill(store: FileStore, numbers: Sequence[int], namespace: Namespace = NAMESPACE) -> list[str]:
     """Put pages that must be taken. Returns their keys."""
     keys = [key_of(number) for number in numbers]
     for key in keys:
-        assert store.put(namespace, key, parts_of(key, namespace))
+        assert store.put(namespace, key, contents(key, namespace))
     return keys
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.storage import Contexts, FileStore, page_keys
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read
 
 KEYS = [key_of(i) for i in range(20)]
 BRANCH = [*KEYS[:7], *(key_of(i) for i in range(100, 110))]
@@ -37,18 +37,6 @@ def test_a_key_names_its_page_and_all_before() -> None:
     changed = page_keys(np.where(ids == 40, 7, ids), 16)
     assert [a == b for a, b in zip(keys, changed, strict=True)] == [True, True, *[False] * 4]
     assert page_keys(ids[:15], 16) == []
-
-
-def test_keys_are_those_of_sglang() -> None:
-    """As SGLang 0.5.23 prints them; tests/sglang/test_storage_key.py asks it."""
-    assert page_keys(np.arange(40), 16) == [
-        "5d85718ec594b982c252d0279e5966ffca33a5eaf2a455038d3ab331fde70cea",
-        "4681c0107c38f402cd1bc30b0b09a65202dba31f98269d9d7f63f5e0dea6901a",
-    ]
-    assert page_keys(np.array([0, 1, 2**32 - 1, 5]), 2) == [
-        "01acecb507abfe1a354aa8064f4af5d3f1acd019e37db3c11c97523b71c76e9d",
-        "baa98db2b5f5dc0df2b76f89e23f123bc4ff04e974f4ba70489f740b1b2420db",
-    ]
 
 
 def test_the_longest_prefix_that_an_accepted_context_has(contexts: Contexts) -> None:
@@ -165,7 +153,7 @@ def test_contexts_count_towards_the_size(tmp_path: Path, contexts: Contexts) -> 
         for number in range(20):
             contexts.add([keys[number]], 16, {"text": "x" * (64 << 10)})
         contexts.close()
-        assert not store.put(NAMESPACE, key_of(50), parts_of(key_of(50)))
+        assert not store.put(NAMESPACE, key_of(50), contents(key_of(50)))
         assert store.counters["refused_size"] == 1
         store.collect()
         # Those stay whose pages are in the segment that is being written.
@@ -173,17 +161,21 @@ def test_contexts_count_towards_the_size(tmp_path: Path, contexts: Contexts) -> 
         fill(store, range(50, 60))
 
 
-def test_a_collection_goes_on_beside_contexts_of_another_version(
+def test_a_file_of_another_version(
     tmp_path: Path, contexts: Contexts, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is refused; a collection goes on beside it."""
     contexts.close()
     with contextlib.closing(sqlite3.connect(tmp_path / "contexts.sqlite")) as database:
         database.execute("PRAGMA user_version = 1")
+    message = "got contexts of version 1, expected 2, or no such file"
+    with pytest.raises(HiSparseError, match=message):
+        Contexts(tmp_path, NAMESPACE)
     with FileStore(tmp_path) as store:
         keys = fill(store, range(20))
         store.remove(NAMESPACE, keys[1:])
         assert store.collect() > 0
-    assert "got contexts of version 1, expected 2, or no such file" in caplog.text
+    assert message in caplog.text
 
 
 def test_a_folder_that_cannot_be_written(
@@ -201,17 +193,6 @@ def test_a_folder_that_cannot_be_written(
     empty = Contexts(tmp_path / "none", NAMESPACE)
     assert empty.all() == [] and not list((tmp_path / "none").iterdir())
     empty.close()
-
-
-def test_a_file_of_another_version(contexts: Contexts, tmp_path: Path) -> None:
-    contexts.close()
-    database = sqlite3.connect(tmp_path / "contexts.sqlite")
-    database.execute("PRAGMA user_version = 7")
-    database.close()
-    with pytest.raises(
-        HiSparseError, match="got contexts of version 7, expected 2, or no such file"
-    ):
-        Contexts(tmp_path, NAMESPACE)
 
 
 @pytest.mark.parametrize("attributes", [{"a": {1}}, {"a": float("nan")}, {1: 2}, {"a": (1, 2)}])

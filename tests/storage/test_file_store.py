@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.storage import FileStore, Namespace
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
+from hisparse.storage import FileStore
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read, segment_files
 
 
 @pytest.fixture
@@ -73,13 +73,8 @@ def test_namespaces_share_a_folder_and_no_page(store: FileStore, other: dict[str
     (key,) = fill(store, [1])
     assert store.find(namespace, [key]) == 0
     assert read(store, [key], namespace) == [False]
-    assert store.put(namespace, key, parts_of(key, namespace))
+    assert store.put(namespace, key, contents(key, namespace))
     assert read(store, [key], namespace) == read(store, [key]) == [True]
-
-
-def test_a_namespace_is_its_text() -> None:
-    assert Namespace.parse(NAMESPACE.text) == NAMESPACE
-    assert Namespace.parse(NAMESPACE.text).key == NAMESPACE.key
 
 
 @pytest.mark.parametrize(
@@ -106,14 +101,14 @@ def test_the_largest_namespace_fits_its_header(store: FileStore) -> None:
         page_size=2**31 - 1, num_ranks=2**31 - 1, rank=2**31 - 2, version=2**31 - 1,
     )  # fmt: skip
     key = "ab" * 64
-    assert store.put(namespace, key, parts_of(key, namespace))
+    assert store.put(namespace, key, contents(key, namespace))
     assert read(store, [key], namespace) == [True]
 
 
 def test_a_page_is_written_once(store: FileStore, tmp_path: Path) -> None:
     (key,) = fill(store, [1])
     size = segment_files(tmp_path / "store")[0].stat().st_size
-    assert not store.put(NAMESPACE, key, parts_of(key))
+    assert not store.put(NAMESPACE, key, contents(key))
     assert store.counters["duplicates"] == 1
     assert segment_files(tmp_path / "store")[0].stat().st_size == size
 
@@ -123,7 +118,7 @@ def test_two_writers_of_one_key(tmp_path: Path) -> None:
     with FileStore(tmp_path, 1 << 30) as one, FileStore(tmp_path) as other:
 
         def write(store: FileStore) -> list[bool]:
-            return [store.put(NAMESPACE, key, parts_of(key)) for key in keys]
+            return [store.put(NAMESPACE, key, contents(key)) for key in keys]
 
         with ThreadPoolExecutor(2) as pool:
             first, second = pool.map(write, (one, other))
@@ -134,13 +129,13 @@ def test_two_writers_of_one_key(tmp_path: Path) -> None:
 
 def test_threads_share_a_store(tmp_path: Path) -> None:
     keys = [key_of(number) for number in range(60)]
-    with FileStore(tmp_path, 1 << 30, segment_bytes=1 << 16, threads=3) as store:
+    with FileStore(tmp_path, 1 << 30, segment_bytes=1 << 16) as store:
 
         def work(seed: int) -> int:
             rng, taken = random.Random(seed), 0
             for _ in range(40):
                 key = rng.choice(keys)
-                taken += store.put(NAMESPACE, key, parts_of(key))
+                taken += store.put(NAMESPACE, key, contents(key))
                 assert read(store, [key]) == [True]
                 read(store, rng.sample(keys, 5))
             return taken
@@ -151,12 +146,11 @@ def test_threads_share_a_store(tmp_path: Path) -> None:
         assert store.describe().segments > 1
 
 
-def test_large_reads_are_shared_among_threads(tmp_path: Path) -> None:
+def test_large_reads_are_shared_among_threads(store: FileStore) -> None:
     namespace = replace(NAMESPACE, part_bytes=(300_000, 300_000))
-    with FileStore(tmp_path, 1 << 30, threads=3) as store:
-        keys = fill(store, range(12), namespace)
-        order = random.Random(0).sample([*keys, key_of(77)], 13)
-        assert read(store, order, namespace) == [key != key_of(77) for key in order]
+    keys = fill(store, range(12), namespace)
+    order = random.Random(0).sample([*keys, key_of(77)], 13)
+    assert read(store, order, namespace) == [key != key_of(77) for key in order]
 
 
 @pytest.mark.parametrize("key", ["", "abc", "zz", "ab cd", " ab", "ab" * 65, "é" * 2])
@@ -164,7 +158,7 @@ def test_a_key_that_is_none(store: FileStore, key: str) -> None:
     for call in (
         lambda: store.find(NAMESPACE, [key]),
         lambda: store.get(NAMESPACE, [key], [bytearray(NAMESPACE.page_bytes)]),
-        lambda: store.put(NAMESPACE, key, parts_of(key_of(1))),
+        lambda: store.put(NAMESPACE, key, contents(key_of(1))),
     ):
         with pytest.raises(ConfigError, match="key: got .*, expected 2 to 128 hexadecimal digits"):
             call()
@@ -181,8 +175,8 @@ def test_buffers_that_do_not_fit(store: FileStore) -> None:
         store.get(NAMESPACE, [key], [bytes(size)])
     with pytest.raises(ConfigError, match="contiguous"):
         store.get(NAMESPACE, [key], [memoryview(bytearray(2 * size))[::2]])
-    with pytest.raises(ConfigError, match="got 1 parts, expected 3"):
-        store.put(NAMESPACE, key_of(2), [bytes(size)])
+    with pytest.raises(ConfigError, match="buffer of 1 bytes, expected 5,008"):
+        store.put(NAMESPACE, key_of(2), bytes(1))
 
 
 @pytest.mark.parametrize(
@@ -193,8 +187,6 @@ def test_buffers_that_do_not_fit(store: FileStore) -> None:
         ({"policy": "ttl"}, "ttl_s: got None"),
         ({"policy": "ttl", "ttl_s": float("nan")}, "ttl_s: got nan"),
         ({"policy": "lru", "ttl_s": 1.0}, "ttl_s 1.0 with policy 'lru'"),
-        ({"low_water": 0.9, "high_water": 0.8}, "low_water 0.9 and high_water 0.8"),
-        ({"threads": 0}, "threads: got 0"),
         ({"segment_bytes": 0}, "segment_bytes: got 0"),
         ({"create": False}, "expected the folder of a store"),
     ],
@@ -228,7 +220,7 @@ def test_a_closed_store_holds_nothing_and_leaves_no_file_open(tmp_path: Path) ->
     assert set(os.listdir("/proc/self/fd")) <= before
     assert store.find(NAMESPACE, keys) == 0
     assert not any(read(store, keys))
-    assert not store.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+    assert not store.put(NAMESPACE, key_of(99), contents(key_of(99)))
 
 
 def test_what_a_store_says_about_itself(store: FileStore) -> None:

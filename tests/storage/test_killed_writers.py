@@ -22,7 +22,7 @@ from hisparse.storage.index import Index
 from hisparse.storage.segments import Segments, SegmentWriter
 from tests.processes import die, run_killed
 from tests.sizes import SWEEPS
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read, segment_files
 
 _BLOCK = 4096
 _RECORD, _USED = 3 * _BLOCK, _BLOCK + NAMESPACE.page_bytes
@@ -123,7 +123,7 @@ def test_a_writer(tmp_path: Path, patch: Patch, done: int) -> None:
         for number in range(done + 10):
             if number == done:
                 patch()
-            if store.put(NAMESPACE, key_of(number), parts_of(key_of(number))):
+            if store.put(NAMESPACE, key_of(number), contents(key_of(number))):
                 acknowledge()
 
     acknowledged = run_killed(put)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from hisparse.errors import HiSparseError
-from hisparse.storage import FileStore, folder, size_in_bytes
+from hisparse.storage import FileStore, folder, index, size_in_bytes
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Index
 from hisparse.storage.segments import Segments
 from tests.processes import largest_file
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read, segment_files
 
 _RECORD = 3 * 4096
 
@@ -42,7 +42,7 @@ def test_one_that_finds_the_disk_full_makes_half_an_index(
     assert f"store {tmp_path} takes nothing: " in caplog.text
     with first, _open(tmp_path) as second:
         assert all(read(first, keys)) and all(read(second, keys))
-        assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+        assert not first.put(NAMESPACE, key_of(99), contents(key_of(99)))
         second.collect(1.0)
         keys += fill(second, range(100, 105))
     with _open(tmp_path) as store:
@@ -93,7 +93,7 @@ def test_a_backup_is_restored_while_the_store_is_open(tmp_path: Path, log: str) 
             assert sum(read(second, keys)) >= 40
             with pytest.raises(HiSparseError, match="index was deleted or replaced"):
                 first.collect(1.0)
-        assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+        assert not first.put(NAMESPACE, key_of(99), contents(key_of(99)))
         assert first.counters["refused_read_only"] == 1
     with _open(path) as store:
         store.collect(1.0)
@@ -131,7 +131,7 @@ def test_the_index_is_lost_while_a_collection_deletes_a_segment(
     def slowly(self: Segments, segment: int) -> None:
         monkeypatch.undo()
         (tmp_path / "index.sqlite").unlink()
-        assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+        assert not first.put(NAMESPACE, key_of(99), contents(key_of(99)))
         others.append(_open(tmp_path))
         delete(self, segment)
 
@@ -177,7 +177,7 @@ def test_what_a_process_put_before_it_lost_the_index(tmp_path: Path) -> None:
             (path / f"index.sqlite{suffix}").unlink()
         with _open(path) as second:
             assert not any(read(second, keys))
-            assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+            assert not first.put(NAMESPACE, key_of(99), contents(key_of(99)))
             second.collect()
             assert all(read(second, keys))
 
@@ -199,7 +199,7 @@ def test_an_index_is_replaced_while_a_process_reads_segments(
 
     monkeypatch.setattr(Index, "recover", slowly)
     with _open(path) as store:
-        assert not store.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+        assert not store.put(NAMESPACE, key_of(99), contents(key_of(99)))
         with _open(path) as other:
             keys += fill(other, range(10, 15))
     with _open(path) as store:
@@ -214,7 +214,7 @@ def test_an_index_is_replaced_between_two_connections(
     path = tmp_path / "store"
     with _open(path) as store:
         keys = fill(store, range(4))
-    backup, connect = _backup(path), Index._connect
+    backup, connect = _backup(path), index.connect
     with _open(path) as store:
         keys += fill(store, range(10, 18))
 
@@ -226,7 +226,7 @@ def test_an_index_is_replaced_between_two_connections(
 
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_open(path)) if when == "collected" else None
-        monkeypatch.setattr(Index, "_connect", staticmethod(slowly))
+        monkeypatch.setattr(index, "connect", slowly)
         store = store or stack.enter_context(_open(path))
         for _ in range(2):
             with contextlib.suppress(HiSparseError):
@@ -261,7 +261,7 @@ def test_the_index_is_deleted_while_the_store_is_open(
         with _open(tmp_path) as second:
             assert all(read(second, keys)) and not (tmp_path / "index.sqlite").exists()
         with caplog.at_level(logging.WARNING):
-            assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+            assert not first.put(NAMESPACE, key_of(99), contents(key_of(99)))
         assert "takes nothing: its index was deleted or replaced while it was open" in caplog.text
         assert all(read(first, keys))
         first.flush()

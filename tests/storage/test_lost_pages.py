@@ -46,33 +46,39 @@ def _damaged(rng: random.Random, record: bytes, other: bytes) -> bytes:
     return bytes(changed)
 
 
-def test_a_thousand_damaged_records_give_no_wrong_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "is_open"), [(1100, False), (110, True)], ids=["a thousand", "in use"]
+)
+def test_damaged_records_give_no_wrong_byte(count: int, is_open: bool, tmp_path: Path) -> None:
     """Neither as the index knows them, nor after it is made anew from them."""
-    keys = _filled(tmp_path, 1100)
+    keys = _filled(tmp_path, count)
     (file,) = segment_files(tmp_path)
     data, rng, broken = bytearray(file.read_bytes()), random.Random(0), set()
     whole = bytes(data)
-    for number in rng.sample(range(1100), 1000):
-        at, other = number * _RECORD, rng.choice([x for x in range(0, 1100, 7) if x != number])
+    for number in rng.sample(range(count), count * 10 // 11):
+        at, other = number * _RECORD, rng.choice([x for x in range(0, count, 7) if x != number])
         record = _damaged(
             rng, whole[at : at + _RECORD], whole[other * _RECORD : (other + 1) * _RECORD]
         )
         data[at : at + _RECORD] = record
         assert record[:_USED] != whole[at : at + _USED]
         broken.add(number)
-    file.write_bytes(data)
-    assert len(broken) == 1000
+    if not is_open:
+        file.write_bytes(data)
+    expected = [number not in broken for number in range(count)]
     with FileStore(tmp_path) as store:
-        expected = [number not in broken for number in range(1100)]
+        if is_open:
+            assert all(read(store, keys))
+            file.write_bytes(data)
         assert read(store, keys) == expected
-        assert store.counters["damaged"] == len(broken)
+        assert store.counters["damaged"] == len(broken) == count * 10 // 11
         assert read(store, keys) == expected
         assert store.describe().pages == sum(expected)
     (tmp_path / "index.sqlite").unlink()
     with FileStore(tmp_path) as store:
         found = read(store, keys)
         # A page that is damaged in its place may be whole in that of another.
-        assert all(found[number] for number in range(1100) if number not in broken)
+        assert all(found[number] for number in range(count) if number not in broken)
         assert read(store, keys) == found
         assert store.describe().pages == sum(found)
 
@@ -261,3 +267,69 @@ def test_half_a_record_hides_nothing_that_comes_behind_it(tmp_path: Path) -> Non
     (tmp_path / "index.sqlite").unlink()
     with FileStore(tmp_path) as store:
         assert all(read(store, keys))
+
+
+@pytest.mark.parametrize("num_bytes", [2**62, 4096, 6 * 4096])
+def test_a_collection_believes_headers_alone(num_bytes: int, tmp_path: Path) -> None:
+    """Sizes of a damaged index may be more than there is memory; the other page is copied."""
+    with FileStore(tmp_path, 1 << 30) as store:
+        keys = fill(store, range(3))
+        store.remove(NAMESPACE, keys[2:])
+        with sqlite3.connect(tmp_path / "index.sqlite") as database:
+            database.execute("UPDATE pages SET bytes = ? WHERE offset = 0", [num_bytes])
+            database.execute("UPDATE segments SET live = 3 * 4096")
+        database.close()
+        assert store.collect(1.0) > 0
+        assert read(store, keys) == [False, True, False]
+        assert store.counters["damaged"] == 1
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY], ids=["another file", "bad"])
+def test_what_a_kept_descriptor_reads_is_read_anew_before_a_page_is_dropped(
+    tmp_path: Path, flags: int
+) -> None:
+    with FileStore(tmp_path, 1 << 30, segment_bytes=24 * 4096) as store:
+        keys = fill(store, range(8))
+        store.remove(NAMESPACE, keys[::2])
+        (file,) = segment_files(tmp_path)
+        (tmp_path / "other").write_bytes(bytes(file.stat().st_size))
+
+        def confuse() -> None:
+            """What is read from the segment comes from another file, or is refused."""
+            other = os.open(tmp_path / "other", flags)
+            kept = store._folder.segments.open(int(file.stem, 16))
+            os.dup2(other, kept._fd)
+            os.close(other)
+
+        confuse()
+        assert read(store, keys[1:4]) == [True, False, True]
+        confuse()
+        assert store.collect(1.0) > 0
+        assert all(read(store, keys[1::2]))
+        assert (store.counters["damaged"], store.counters["read_errors"]) == (0, 0)
+
+
+def test_a_collection_keeps_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And goes on with the other segments."""
+    preadv = os.preadv
+
+    def refuse(fd: int, views: list[memoryview], offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(first):
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(fd, views, offset)
+
+    with FileStore(tmp_path, 1 << 30, segment_bytes=12 * 4096) as store:
+        keys = fill(store, range(8))
+        first, second = segment_files(tmp_path)
+        store.remove(NAMESPACE, keys[::2])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", refuse)
+            store.collect(1.0)
+        assert first.exists() and not second.exists()
+        assert f"store {tmp_path}: {first.name} is not collected: OSError: " in caplog.text
+        assert all(read(store, keys[1::2]))
+        store.collect(1.0)
+        assert not first.exists()
+        assert all(read(store, keys[1::2]))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hisparse.storage import FileStore, prefix
+from hisparse.storage import FileStore, index
 from hisparse.storage.namespace import BLOCK_BYTES, Header, record_bytes
 from tests.sizes import sized
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read
 
 _PAGE = replace(NAMESPACE, part_bytes=(1,))
 _OTHER = replace(_PAGE, model="other")
@@ -26,8 +26,8 @@ def _prefix(keys: Sequence[str], is_stored: Callable[[str], bool]) -> int:
 
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few pages then take many runs and walks."""
-    for name, value in {"_FEW": 3, "_MANY": 9, "_SHORT": 2, "_WALKED": 4}.items():
-        monkeypatch.setattr(prefix, name, value)
+    for name, value in {"_FEW": 3, "_MANY": 9, "_SHORT": 2, "_BATCH": 4}.items():
+        monkeypatch.setattr(index, name, value)
 
 
 @pytest.mark.parametrize("seed", range(sized(3, 100)))
@@ -43,10 +43,10 @@ def test_any_state_of_a_store_agrees_with_the_definition(
         for _ in range(12):
             start, store = rng.randrange(60), rng.choice((one, two))
             for key in keys[start : start + rng.randrange(40)]:
-                store.put(_PAGE, key, [b"x"])
+                store.put(_PAGE, key, b"x")
                 stored.add(key)
                 if rng.random() < 0.2:
-                    store.put(_OTHER, rng.choice(keys), [b"y"])
+                    store.put(_OTHER, rng.choice(keys), b"y")
             if rng.random() < 0.5:
                 gone = rng.sample(keys, rng.choice((1, 1, 10)))
                 store.remove(_PAGE, gone)
@@ -92,7 +92,7 @@ def test_with_a_time_to_live_pages_read_just_now_are_there(
                 used |= dict.fromkeys(fresh & set(part), now)
             else:
                 for key in part:
-                    if store.put(_PAGE, key, parts_of(key, _PAGE)):
+                    if store.put(_PAGE, key, contents(key, _PAGE)):
                         used[key] = now
             fresh = {key for key in keys if used.get(key, 0) >= now - 100}
             assert store.find(_PAGE, keys[start:]) == _prefix(keys[start:], fresh.__contains__)
@@ -110,7 +110,7 @@ def _index(store: FileStore, runs: Sequence[Sequence[str]]) -> None:
     for run in runs:
         offset += BLOCK_BYTES
         for key in run:
-            pages.append((offset, Header(_PAGE, bytes.fromhex(key), size, 1000.0)))
+            pages.append((offset, Header(_PAGE, bytes.fromhex(key), size, 1000.0, (0,))))
             offset += size
     store._folder.index.recover(1000, pages)
 
@@ -128,7 +128,7 @@ _MANY_KEYS = [key_of(i) for i in range(10_000)]
 
 
 @pytest.mark.parametrize(
-    ("run", "most"), [(10_000, 12), (512, 40), (1, 60)], ids=["one run", "runs of 512", "scattered"]
+    ("run", "most"), [(10_000, 12), (512, 40), (1, 70)], ids=["one run", "runs of 512", "scattered"]
 )
 def test_ten_thousand_pages_take_few_statements(store: FileStore, run: int, most: int) -> None:
     """One for each key, and rows of each, would keep a server's scheduler for half a second."""

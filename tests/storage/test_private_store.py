@@ -14,7 +14,7 @@ from hisparse.errors import ConfigError, HiSparseError
 from hisparse.private_files import PrivateFolder
 from hisparse.storage import Contexts, FileStore, folder, size_in_bytes
 from tests.processes import NOBODY, as_nobody, folder_for_all, needs_root
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, read, segment_files
 
 
 @pytest.fixture
@@ -73,26 +73,48 @@ def test_a_store_of_an_older_release_is_closed_to_others(
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("name", "harm"),
     [
-        pytest.param(".", 0o775, id="folder of a group"),
-        pytest.param(".", 0o1777, id="folder of all"),
-        pytest.param("segments", 0o757, id="segments"),
-        pytest.param("index.sqlite", 0o666, id="index"),
+        *[(".", 0o775), (".", 0o1777), ("segments", 0o757), ("index.sqlite", 0o666)],
+        *[(f"index.sqlite{suffix}", "link") for suffix in ("", "-wal", "-shm")],
+        *[(name, "link") for name in ("open.lock", "collect.lock", "segments")],
+        *[
+            pytest.param(name, "owner", marks=needs_root)
+            for name in (".", "segments", "index.sqlite", "open.lock")
+        ],
     ],
 )
-def test_others_could_have_written(path: Path, name: str, mode: int) -> None:
+def test_others_could_have_written(path: Path, name: str, harm: int | str, tmp_path: Path) -> None:
     with _open(path) as store:
         keys = fill(store, range(3))
-    before = (path / name).stat().st_mode & 0o7777
-    (path / name).chmod(mode)
+    target, mine, moved = path / name, tmp_path / "mine", tmp_path / "moved"
+    mode = target.stat().st_mode & 0o7777 if target.exists() else 0
+    if isinstance(harm, int):
+        target.chmod(harm)
+        what = f"can be written to by others (mode {harm:o}); expected mode"
+        advice = (
+            "remove it, name a new folder (also inside it), or, if you trust it, chmod -R go= it"
+        )
+    elif harm == "owner":
+        os.chown(target, NOBODY, NOBODY)
+        what = f"belongs to another user (uid {NOBODY}); expected your own"
+        advice = "run as its owner, remove it, name a new folder (also inside it), or"
+    else:
+        if target.exists():
+            target.rename(moved)
+        mine.write_bytes(b"")
+        target.symlink_to(mine)
+        what, advice = "is a link; expected a file or folder of its own", "remove it"
     message = _refusal(path)
-    assert f"{path / name} can be written to by others (mode {mode:o}); expected mode" in message
-    assert (
-        "remove it, name a new folder (also inside it), or, if you trust it, chmod -R go= it"
-        in message
-    )
-    (path / name).chmod(before)
+    assert f"{target} {what}" in message and advice in message
+    if harm == "link":
+        assert mine.read_bytes() == b""
+        target.unlink()
+        if moved.exists():
+            moved.rename(target)
+    else:
+        os.chown(target, os.geteuid(), os.getegid())
+        target.chmod(mode)
     with _open(path) as store:
         assert all(read(store, keys))
 
@@ -141,34 +163,6 @@ def test_a_new_segment_is_no_link(path: Path, tmp_path: Path) -> None:
         (path / "segments" / f"{5:016x}.seg").symlink_to(tmp_path / "mine")
         assert all(read(store, fill(store, range(3))))
     assert not (tmp_path / "mine").exists()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "index.sqlite",
-        "index.sqlite-wal",
-        "index.sqlite-shm",
-        "open.lock",
-        "collect.lock",
-        "segments",
-    ],
-)
-def test_another_file_that_is_a_link(path: Path, name: str, tmp_path: Path) -> None:
-    with _open(path) as store:
-        keys = fill(store, range(3))
-    link = path / name
-    if link.exists():
-        link.rename(tmp_path / "moved")
-    (tmp_path / "mine").write_bytes(b"")
-    link.symlink_to(tmp_path / "mine")
-    assert f"{link} is a link; expected a file or folder of its own: remove it" in _refusal(path)
-    assert (tmp_path / "mine").read_bytes() == b""
-    link.unlink()
-    if (tmp_path / "moved").exists():
-        (tmp_path / "moved").rename(link)
-    with _open(path) as store:
-        assert all(read(store, keys))
 
 
 def test_contexts_that_are_a_link(path: Path, tmp_path: Path) -> None:
@@ -224,17 +218,6 @@ def test_a_folder_with_segments_of_somebody_elses_is_no_store(path: Path, create
 
 
 @needs_root
-@pytest.mark.parametrize("name", [".", "segments", "index.sqlite", "open.lock"])
-def test_what_belongs_to_another_user(path: Path, name: str) -> None:
-    with _open(path) as store:
-        fill(store, range(3))
-    os.chown(path / name, NOBODY, NOBODY)
-    message = _refusal(path)
-    assert f"{path / name} belongs to another user (uid {NOBODY}); expected your own" in message
-    assert "run as its owner, remove it, name a new folder (also inside it), or" in message
-
-
-@needs_root
 def test_another_user_reads_and_locks_nothing(path: Path) -> None:
     with _open(path) as store:
         keys = fill(store, range(3))
@@ -261,7 +244,7 @@ def test_a_store_of_root_that_a_user_can_only_read(path: Path) -> None:
 
     def use() -> object:
         with _open(path) as store:
-            put = store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
+            put = store.put(NAMESPACE, key_of(9), contents(key_of(9)))
             return read(store, keys), put, len(Contexts(path, NAMESPACE).all())
 
     assert as_nobody(use) == "([True, True, True], False, 1)"

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from hisparse.errors import HiSparseError
-from hisparse.storage import FileStore, report, segments
+from hisparse.storage import FileStore, collect, report, segments
 from hisparse.storage.index import Index
 from hisparse.storage.namespace import BLOCK_BYTES, read_header
 from tests.processes import largest_file
 from tests.sizes import FAULTS
-from tests.storage.pages import NAMESPACE, key_of, parts_of, read, segment_files
+from tests.storage.pages import NAMESPACE, contents, key_of, read, segment_files
 
 _RECORD = 3 * 4096
 #: Rounds of one store.
@@ -132,7 +132,7 @@ def _start(work: Callable[[Tell], None], pipe: int) -> int:
 def _tell_all(tell: Tell) -> None:
     """Tell the log, and of each page that leaves, before it does. Two descriptors are kept."""
     logging.getLogger("hisparse").addHandler(Told(tell))
-    segments._MAX_OPEN, report._QUIET_S = 2, 0.0  # type: ignore[misc]
+    segments._MAX_OPEN, report._QUIET_S, collect.LOW_WATER = 2, 0.0, 0.6  # type: ignore[misc]
     delete = Index._delete
 
     def told(self: Index, pages: Iterable[tuple[Any, ...]], *args: float) -> int:
@@ -155,7 +155,7 @@ def _at_work(
         def put(count: int) -> None:
             for _ in range(count):
                 mine.append(key_of(first + len(mine)))
-                if store.put(NAMESPACE, mine[-1], parts_of(mine[-1])):
+                if store.put(NAMESPACE, mine[-1], contents(mine[-1])):
                     tell("put", mine[-1])
 
         for _ in range(rng.randrange(3, 12)):
@@ -192,7 +192,7 @@ def _at_work(
 
 
 def _open(path: Path, limit: int | None = None) -> FileStore:
-    return FileStore(path, limit, segment_bytes=4 * _RECORD, low_water=0.6)
+    return FileStore(path, limit, segment_bytes=4 * _RECORD)
 
 
 class Faults:

@@ -85,6 +85,11 @@ def test_rm(folder: Path, command: Command) -> None:
         (["gc", "{}", "--size", "0.5"], "--size: got '0.5'"),
         (["rm", "{}", "--namespace", "abc"], "--namespace: got 'abc', expected one of: "),
         (["rm", "{}", "--namespace", "ffff0000"], "--namespace: got 'ffff0000', expected one of: "),
+        (["rm", "{}"], "--all --namespace --unused-days is required"),
+        (["rm", "{}", "--all", "--unused-days", "1"], "not allowed with argument --all"),
+        (["rm", "{}", "--unused-days", "soon"], "--unused-days: "),
+        (["gc", "{}", "--live-ratio", "2"], "--live-ratio: "),
+        ([], "ACTION"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -92,11 +97,3 @@ def test_bad_input_is_one_line(
 ) -> None:
     assert expected in command.refused("storage", *(word.format(folder) for word in argv))
     assert not (folder / "none").exists()
-
-
-@pytest.mark.parametrize(
-    "argv", [["rm", "x"], ["rm", "x", "--all", "--unused-days", "1"], ["rm", "x", "--unused-days",
-             "soon"], ["gc", "x", "--live-ratio", "2"], ["ls"], []]
-)  # fmt: skip
-def test_a_wrong_command_line_is_one_line(argv: list[str], command: Command) -> None:
-    command.refused("storage", *argv)

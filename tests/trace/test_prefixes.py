@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from hisparse.errors import ConfigError
 from hisparse.trace.prefix import (
+    PrefixPoint,
     PrefixRequest,
     PrefixTrace,
     convert_sglang,
-    make_up_sessions,
+    describe_prefix,
+    on_front,
     read_prefix,
+    replay_prefix,
     write_prefix,
 )
-from hisparse.trace.prefix_replay import PrefixPoint, describe_prefix, on_front, replay_prefix
 from tests.command import Command
 
 
@@ -93,7 +95,7 @@ def test_the_format_of_mooncake_is_read(tmp_path: Path) -> None:
 
 
 def test_ours_is_read_as_it_was_written(tmp_path: Path) -> None:
-    made = make_up_sessions(requests=50, turns=3, zipf=1.0, context=1024, seed=1)
+    made = trace((1, 2, 3), (1, 2), (4,))
     write_prefix(tmp_path / "a.jsonl", made)
     assert read_prefix(tmp_path / "a.jsonl") == made
     assert (tmp_path / "a.jsonl").stat().st_mode & 0o777 == 0o600
@@ -146,29 +148,26 @@ def test_wrong_lines_are_refused(line: str, message: str, tmp_path: Path) -> Non
 
 def test_the_command_sweeps_capacity_and_lifetime(tmp_path: Path, command: Command) -> None:
     path = str(tmp_path / "a.jsonl")
-    made = ("--synthetic", "--turns", "3", "--requests", "60")
-    command("trace", "record", *made, "--out", path)
+    write_prefix(Path(path), trace(*[(i % 4, 10 + i % 3, 20 + i) for i in range(60)]))
     (about,) = command.json("trace", "replay", path, "--ttl", "30,none")["traces"]
-    assert about["source"] == "made up"
+    assert about["source"] == "recorded"
     points: list[dict[str, Any]] = about["points"]
     assert len(points) == 2 * 7
     best = max(point["hit_ratio"] for point in points)
     assert best == about["unlimited_hit_ratio"]
     assert [p for p in points if p["pareto"] and p["hit_ratio"] == best]
     for line in (["show", path], ["replay", path, "--ttl", "60"]):
-        assert "made up, from no server" in " ".join(command("trace", *line).split())
+        assert "60 requests in 59 s" in " ".join(command("trace", *line).split())
     for flag in (
         ["--device-buffer-size", "512"],
         ["--policy", "belady"],
-        ["--by", "layer"],
         ["--plot", "a.svg"],
     ):
         said = command.refused("trace", "replay", path, *flag)
         assert f"{flag[0]}: got it with prefix traces, which do not use it" in said
 
 
-def test_tokens_of_the_last_block_and_of_reported_hits() -> None:
-    """A last block counts the tokens that it has; requests without a report do not dilute hits."""
+def test_requests_without_a_report_do_not_dilute_the_hits_of_the_server() -> None:
     requests = [
         PrefixRequest(0, 25, 1, (1, 2, 3), None),
         PrefixRequest(1, 27, 1, (1, 2, 4), 20),
@@ -176,6 +175,5 @@ def test_tokens_of_the_last_block_and_of_reported_hits() -> None:
     ]
     made = PrefixTrace(source="recorded", note="", block_size=10, requests=requests)
     about = describe_prefix(Path("a"), made)
-    assert about["unique_tokens"] == 10 + 10 + 5 + 7 + 3
     assert about["blocks"] == 5
     assert about["found_by_server"] == 30 / 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,27 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hisparse.errors import ConfigError
-from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve
+from hisparse.trace import SelectionTrace, adjacent_overlap, replay_hits
 from hisparse.trace.format import (
-    HEAD,
     MAGIC,
     STEP,
     TraceHeader,
     Visits,
     decode_layer,
     decode_visits,
+    encode_about,
     encode_chunk,
     encode_steps,
     split_sections,
 )
-from hisparse.trace.synthetic import MadeUpTrace
+from tests.trace.made import HEADER, write_trace
 
 
 def header(heads: int, max_pages: int, layers: int) -> TraceHeader:
-    return TraceHeader(
-        source="recorded", note="", algorithm="quest", scope="kv_head", page_size=4, page_bytes=1,
-        heads=heads, max_pages=max_pages, layers=tuple(range(layers)), attended_by=(1,) * layers,
-    )  # fmt: skip
+    each = {"layers": tuple(range(layers)), "attended_by": (1,) * layers}
+    return replace(HEADER, page_size=4, heads=heads, max_pages=max_pages, **each)
 
 
 @given(st.data())
@@ -58,24 +57,19 @@ def test_a_chunk_is_read_as_it_was_written(data: st.DataObject) -> None:
         assert np.array_equal(found.pages, by_head[by_head >= 0])
 
 
-def test_made_up_traces_have_the_overlap_that_was_asked_for(tmp_path: Path) -> None:
-    made = MadeUpTrace(context=4096, budget=512, overlap=0.9, steps=50, requests=2, heads=3)
-    with SelectionTrace(made.write(tmp_path / "a")) as trace:
-        assert trace.header.source == "made up"
-        assert np.allclose(adjacent_overlap(trace), 28 / 31)
-        assert trace.layer(2).lengths.shape == (3, 100)
-        curve = lru_curve(trace)
+def test_overlap_hits_and_bytes_of_a_known_trace(tmp_path: Path) -> None:
+    """5 of 7 pages are those of the step before."""
+    with SelectionTrace(write_trace(tmp_path / "a", steps=50, requests=2)) as trace:
+        assert np.allclose(adjacent_overlap(trace), 5 / 7)
+        assert trace.layer(1).lengths.shape == (2, 100)
+        one, whole = 7 * 16, 1 << 20
+        hits = replay_hits(trace, "lru", [one, whole])
+        assert hits.accesses.tolist() == [[700] * 2] * 2
         # A buffer of one selection hits what the step before selected; the first step has none.
-        assert abs(curve.hit_ratio(curve.least_tokens) - 28 / 31 * 49 / 50) < 0.01
-        assert curve.hit_ratio(1 << 20) == 1.0
-        assert curve.bytes_per_step(1 << 20) == 0.0
-        assert curve.tokens_for(0.0) == curve.least_tokens
-        assert curve.tokens_for(0.0, 512) == 512
-        wanted = curve.tokens_for(0.95)
-        assert wanted is not None
-        assert curve.hit_ratio(wanted) >= 0.95 > curve.hit_ratio(wanted - 16)
-        with pytest.raises(ConfigError, match="buffer: got 16 tokens, expected at least the 496"):
-            curve.hit_ratio(16)
+        assert hits.ratio == [pytest.approx(5 / 7 * 49 / 50, abs=0.01), 1.0]
+        misses = hits.accesses.sum() - hits.hits[..., 0].sum()
+        assert hits.bytes_per_step == [pytest.approx(misses * 4096 / 100), 0.0]
+        assert np.mean(hits.ratio_by_layer[0]) == pytest.approx(hits.ratio[0])
 
 
 @pytest.mark.parametrize(
@@ -88,7 +82,7 @@ def test_a_trace_that_needs_too_much_memory_is_refused(
     """A few bytes may name a page far out, in many layers."""
     pages = np.zeros((128, 1, 1, 1), np.int32)
     visits = Visits(np.zeros(1, np.int32), np.full(1, tokens, np.int32))
-    about = encode_chunk(HEAD, header(1, 1, 128).to_json())
+    about = encode_about(header(1, 1, 128))
     path = tmp_path / "a"
     path.write_bytes(MAGIC + about + encode_chunk(STEP, encode_steps(visits, pages)))
     with pytest.raises(ConfigError, match=message):
@@ -97,8 +91,7 @@ def test_a_trace_that_needs_too_much_memory_is_refused(
 
 def test_a_changed_byte_is_found_or_ends_the_file(tmp_path: Path) -> None:
     """What is read in spite of it is a beginning of the trace, as of a process that was killed."""
-    made = MadeUpTrace(context=600, budget=128, overlap=0.8, steps=20, layers=2)
-    path = made.write(tmp_path / "a")
+    path = write_trace(tmp_path / "a")
     data = path.read_bytes()
     rng, read = random.Random(0), []
     for _ in range(200):
@@ -118,9 +111,9 @@ def test_a_changed_byte_is_found_or_ends_the_file(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "cannot be read: it is empty"),
-        (b"hisparse trace 2\n", "is no trace of selections"),
+        (b"hisparse trace 1\n", "is no trace of selections"),
         (MAGIC, "its header is damaged"),
-        (MAGIC + encode_chunk(b"HEAD", b"{}"), "header.source: got nothing"),
+        (MAGIC + encode_chunk(b"HEAD", b"{}"), "header.note: got nothing"),
         (MAGIC + encode_chunk(b"HEAD", b"\xff"), "is damaged"),
     ],
 )

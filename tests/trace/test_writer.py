@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,16 @@ import torch
 from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
 from hisparse.trace import SelectionTrace
-from hisparse.trace.format import TraceHeader
 from hisparse.trace.writer import RecordedStep, TraceWriter
+from tests.trace.made import HEADER
 
-HEADER = TraceHeader(
-    source="recorded",
-    note="",
-    algorithm="quest",
-    scope="layer",
-    page_size=16,
-    page_bytes=64,
-    heads=1,
-    max_pages=8,
-    layers=(0, 1),
-    attended_by=(1, 1),
-)
+HEADER = replace(HEADER, heads=1, max_pages=8)
 
 
-def step_of(seq_len: int, visits: int, rows: np.ndarray | None = None) -> RecordedStep:
+def step_of(seq_len: int, visits: int) -> RecordedStep:
     """A step of ``HEADER``, of ``visits`` requests that select the pages 0 to 7."""
-    pages = torch.arange(8, dtype=torch.int32).expand(
-        2, visits if rows is None else len(rows), 1, 8
-    )
-    return RecordedStep(np.arange(visits), np.full(visits, seq_len), pages.contiguous(), rows)
+    pages = torch.arange(8, dtype=torch.int32).expand(2, visits, 1, 8)
+    return RecordedStep(np.arange(visits), np.full(visits, seq_len), pages.contiguous())
 
 
 def test_bytes_that_wait_are_bounded_and_written_by_the_chunk(
@@ -57,8 +45,7 @@ def test_bytes_that_wait_are_bounded_and_written_by_the_chunk(
     path = tmp_path / "a.trace"
     writer = TraceWriter(path, HEADER, 1 << 20)
     assert path.stat().st_mode & 0o777 == 0o600
-    rows = np.arange(60) % 2 == 0
-    assert writer.put(step_of(200, 30, rows))
+    assert writer.put(step_of(200, 30))
     assert begun.wait(60)
     assert [writer.put(step_of(201 + at, 5)) for at in range(6)] == [True] * 5 + [False]
     gate.set()

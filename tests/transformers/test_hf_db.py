@@ -23,20 +23,13 @@ from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, mod
 DOCS = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
 SIZES = {"max_length": 400, "max_batch_size": 3}
 DOCUMENT, QUESTION, OTHER = (prompt(n, seed=n)[0] for n in (160, 21, 50))
-FINE = SMALL | {
+DIPR = SMALL | {
     "algorithm": "dipr",
-    "algorithm_config": {"index": "fine", "capacity_threshold": 8},
     "device_buffer_size": 256,
     "max_row_capacity": 256,
 }
 #: Whole pages of 16 tokens, with two tokens after them.
 ASKED = torch.cat([DOCUMENT, QUESTION])
-
-
-@pytest.fixture
-def net() -> Iterator[Any]:
-    yield model("llama")
-    disable(model("llama"))
 
 
 @pytest.fixture
@@ -87,7 +80,7 @@ def test_the_longest_prefix_of_any_context(net: Any, db: DB) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [ROOMY, SMALL, SMALL | {"kv_cache_dtype": "fp8_e4m3"}, SMALL | {"algorithm": "snapkv"}, FINE],
+    [ROOMY, SMALL, SMALL | {"kv_cache_dtype": "fp8_e4m3"}, SMALL | {"algorithm": "snapkv"}, DIPR],
     ids=["dense", "sparse", "fp8", "snapkv", "dipr"],
 )
 def test_tokens_are_those_of_a_computed_prefix(

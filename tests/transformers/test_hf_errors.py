@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,11 @@ from transformers import (
 from hisparse.algorithms.quest import Quest
 from hisparse.config import HiSparseConfig
 from hisparse.errors import AlgorithmError, CapacityError, ConfigError, HiSparseError
-from hisparse.transformers import HiSparseCache, disable, enable
-from hisparse.transformers.model_shape import read_model_shape
-from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, model, prompt
+from hisparse.model_config import read_model_shape
+from hisparse.transformers import HiSparseCache, enable
+from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, prompt
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-@pytest.fixture
-def net() -> Iterator[Any]:
-    yield model("llama")
-    disable(model("llama"))
 
 
 def _one_line(error: pytest.ExceptionInfo[BaseException]) -> None:
@@ -122,13 +116,8 @@ def test_more_rows_than_there_is_room_for(net: Any) -> None:
     assert len(continuation(net, prompt(9, seed=1, batch=2), 3, cache)) == 2
     with pytest.raises(CapacityError, match="max_batch_size is 2 and counts .* its forks"):
         cache.fork()
-
-
-def test_another_batch_than_the_cache_holds(net: Any) -> None:
-    cache = enable(net, ROOMY, max_batch_size=2, max_length=64)
-    continuation(net, prompt(9, seed=1), 3, cache)
-    with pytest.raises(HiSparseError, match="got 2 rows, expected the 1 that the cache") as error:
-        continuation(net, prompt(20, seed=1, batch=2), 3, cache)
+    with pytest.raises(HiSparseError, match="got 3 rows, expected the 2 that the cache") as error:
+        continuation(net, prompt(20, seed=1, batch=3), 3, cache)
     _one_line(error)
 
 
@@ -146,20 +135,49 @@ def test_max_length_is_the_models_if_not_given(net: Any) -> None:
     assert enable(net, SMALL).get_max_length() == net.config.max_position_embeddings == 8192
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_beams": 2}, "got 2 beams, expected num_beams=1"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted generation.* expected generate without"),
-    ],
-    ids=["beam search", "prompt lookup"],
-)
-def test_ways_to_generate(net: Any, options: dict[str, Any], message: str) -> None:
+def _generate(net: Any, **options: Any) -> None:
     cache = enable(net, ROOMY, max_batch_size=2, max_length=64)
+    net.generate(prompt(9, seed=1), past_key_values=cache, max_new_tokens=5, **options, **GREEDY)
+
+
+def _other_cache(net: Any) -> None:
+    enable(net, ROOMY, max_length=64)
+    continuation(
+        net, prompt(9, seed=1), 3, HiSparseCache(LlamaConfig(**TINY), ROOMY, max_length=64)
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda net: _generate(net, num_beams=2), "got 2 beams, expected num_beams=1"),
+        (
+            lambda net: _generate(net, prompt_lookup_num_tokens=3),
+            "assisted generation.* expected generate without",
+        ),
+        (
+            lambda net: net(prompt(9, seed=1), past_key_values=enable(net, ROOMY, max_length=64)),
+            "requires_grad=True.* expected inference",
+        ),
+        (
+            lambda net: continuation(
+                net, prompt(9, seed=1), 3, HiSparseCache(net, ROOMY, max_length=64)
+            ),
+            "layer 0: got attention without hisparse",
+        ),
+        (
+            lambda net: (
+                enable(net, ROOMY, max_length=64) and continuation(net, prompt(9, seed=1), 3)
+            ),
+            "keys without a HiSparseCache, expected .*: pass",
+        ),
+        (_other_cache, "heads and width of q .4, 32., expected .2, 16."),
+    ],
+    ids=["beams", "prompt lookup", "gradients", "not enabled", "no cache", "another model's"],
+)
+def test_ways_to_run_a_model(net: Any, call: Callable[[Any], object], message: str) -> None:
     with pytest.raises(HiSparseError, match=message) as error:
-        net.generate(
-            prompt(9, seed=1), past_key_values=cache, max_new_tokens=5, **options, **GREEDY
-        )
+        call(net)
     _one_line(error)
 
 
@@ -174,27 +192,6 @@ def test_rows_are_not_moved(net: Any) -> None:
         with pytest.raises(HiSparseError, match=message) as error:
             call()
         _one_line(error)
-
-
-def test_gradients(net: Any) -> None:
-    cache = enable(net, ROOMY, max_length=64)
-    with pytest.raises(HiSparseError, match="requires_grad=True.* expected inference") as error:
-        net(prompt(9, seed=1), past_key_values=cache)
-    _one_line(error)
-
-
-def test_a_model_that_is_not_enabled(net: Any) -> None:
-    cache = HiSparseCache(net, ROOMY, max_length=64)
-    with pytest.raises(HiSparseError, match="layer 0: got attention without hisparse") as error:
-        continuation(net, prompt(9, seed=1), 3, cache)
-    _one_line(error)
-
-
-def test_an_enabled_model_with_another_cache(net: Any) -> None:
-    enable(net, ROOMY, max_length=64)
-    with pytest.raises(HiSparseError, match="keys without a HiSparseCache, expected .*: pass") as e:
-        continuation(net, prompt(9, seed=1), 3)
-    _one_line(e)
 
 
 def test_masks(net: Any) -> None:
@@ -231,14 +228,6 @@ def test_a_scale_that_a_configuration_does_not_tell() -> None:
     _one_line(error)
     cache = HiSparseCache(net, ROOMY, max_length=64)
     assert len(continuation(net, torch.tensor([[1, 2, 3]]), 3, cache)[0]) == 3
-
-
-def test_a_cache_of_another_model(net: Any) -> None:
-    enable(net, ROOMY, max_length=64)
-    cache = HiSparseCache(LlamaConfig(**TINY), ROOMY, max_length=64)
-    with pytest.raises(HiSparseError, match="heads and width of q .4, 32., expected .2, 16.") as e:
-        continuation(net, prompt(9, seed=1), 3, cache)
-    _one_line(e)
 
 
 @torch.no_grad()

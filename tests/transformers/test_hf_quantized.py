@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,10 @@ from transformers.cache_utils import DynamicLayer
 
 from hisparse.cache.formats import format_of
 from hisparse.transformers import DB, build, disable, enable
-from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, model, prompt
+from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, prompt
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 DTYPES = pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
-
-
-@pytest.fixture
-def net() -> Iterator[Any]:
-    yield model("llama")
-    disable(model("llama"))
 
 
 @DTYPES

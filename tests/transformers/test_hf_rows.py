@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hisparse.errors import CapacityError, HiSparseError
-from hisparse.transformers import HiSparseCache, disable, enable
+from hisparse.transformers import HiSparseCache, enable
 from hisparse.transformers.rows import HostPageAllocator
-from tests.transformers.hf_models import SMALL, continuation, left_padded, model, prompt
+from tests.transformers.hf_models import SMALL, continuation, left_padded, prompt
 
 #: Lengths at the end of a page, one token later, and within a page.
 LENGTHS = (320, 321, 333)
-
-
-@pytest.fixture
-def net() -> Iterator[Any]:
-    yield model("llama")
-    disable(model("llama"))
 
 
 def _prefill(net: Any, cache: HiSparseCache, ids: torch.Tensor) -> None:

@@ -13,16 +13,15 @@ from tests.transformers.hf_models import model, prompt
 
 SIZES = {"max_batch_size": 4, "max_length": 900}
 SNAPKV = {"algorithm": "snapkv", "budget": 96, "algorithm_config": {"window": 20}}
-FINE = {
+DIPR = {
     "algorithm": "dipr",
     "budget": 96,
     "device_buffer_size": 256,
-    "algorithm_config": {"index": "fine", "capacity_threshold": 8},
 }
 QUEST = {"algorithm": "quest", "budget": 96}
 ECONOMY = {"budget": 80, "algorithm_config": {"economy": True}}
 SETTINGS = pytest.mark.parametrize(
-    "settings", [SNAPKV, FINE, ECONOMY], ids=["snapkv", "fine", "economy"]
+    "settings", [SNAPKV, DIPR, ECONOMY], ids=["snapkv", "dipr", "economy"]
 )
 
 
@@ -82,13 +81,13 @@ def test_cropped_tokens_have_no_effect(net: Any, settings: dict[str, Any]) -> No
     ("stored", "settings"),
     [
         (SNAPKV, SNAPKV),
-        (FINE, FINE),
+        (DIPR, DIPR),
         (ECONOMY, ECONOMY),
         (QUEST, QUEST | {"tail_estimate": True}),
         (QUEST, SNAPKV),
-        (QUEST, FINE),
+        (QUEST, DIPR),
     ],
-    ids=["snapkv", "fine", "economy", "quest-tail", "quest-snapkv", "quest-fine"],
+    ids=["snapkv", "dipr", "economy", "quest-tail", "quest-snapkv", "quest-dipr"],
 )
 def test_stored_pages_go_on_as_computed_ones(
     net: Any, stored: dict[str, Any], settings: dict[str, Any], tmp_path: Path

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from rich.progress import Progress
 
 from hisparse.errors import HiSparseError
 from hisparse.units import format_bytes
@@ -17,10 +20,9 @@ from hisparse_bench.load.client import Prompts, Request, run_load
 from hisparse_bench.load.contenders import DENSE, Contender, ServedModel, contenders
 from hisparse_bench.load.gate import BROKEN, Check, reason
 from hisparse_bench.load.options import LoadOptions, round_up
-from hisparse_bench.load.report import UNCHECKED, LoadResult
-from hisparse_bench.load.running import RunningServer, Status, Usage
+from hisparse_bench.load.report import UNCHECKED, LoadResult, Usage
 from hisparse_bench.report import Case, Result
-from hisparse_bench.server import ServerClient, ServerProcess
+from hisparse_bench.server import RunningServer, ServerClient, ServerProcess
 
 #: Prompts of each context that the gate compares.
 _NUM_CHECKED = 2
@@ -33,6 +35,52 @@ _STAND_IN = 1.25
 _WARM_UP = 64
 
 
+class Status:
+    """The state of one run: a bar on a terminal, elsewhere a line for each change.
+
+    Args:
+        progress: shows the bar.
+        run: which run of how many, such as "run 2 of 4"; empty for a single one.
+
+    Attributes:
+        servers: how many the run starts.
+    """
+
+    servers = 0
+
+    def __init__(self, progress: Progress, run: str = "") -> None:
+        self._progress, self._run = progress, run
+        self._started = 0
+        self._task = progress.add_task("reading the model", total=None)
+
+    def start_server(self, name: str) -> None:
+        """Say that the next server starts."""
+        self._started += 1
+        self.say(f"starting the server of {name}")
+
+    def say(self, text: str, total: int | None = None) -> None:
+        """Say what happens; ``total``: how often :meth:`advance` is called."""
+        server = f"server {self._started} of {self.servers}" if self._started else ""
+        where = ", ".join(filter(None, (self._run, server)))
+        text = f"{where}: {text}" if where else text
+        self._progress.reset(self._task, description=text, total=total)
+        if not self._progress.console.is_terminal:
+            self.show(text)
+
+    def show(self, text: str) -> None:
+        """Print a line that stays."""
+        line = f"{time.strftime('%H:%M:%S')} {text}"
+        self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def advance(self) -> None:
+        """One of the total is done."""
+        self._progress.advance(self._task)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._progress.remove_task(self._task)
+
+
 class LoadBench:
     """Runs one set of options; :attr:`cases` has what is finished, also if it is interrupted.
 
@@ -42,7 +90,7 @@ class LoadBench:
     """
 
     def __init__(self, options: LoadOptions, status: Status) -> None:
-        self.cases: list[Case] = []
+        self._cases: list[Case] = []
         self._status = status
         #: Forks the servers on a CPU, where most of a start is imports.
         self._forks: ForkServer | None = None
@@ -61,7 +109,16 @@ class LoadBench:
             options = replace(options, requests=len(self._requests(0)))
         self._options = options
         self._contenders = [] if options.url else contenders(options, self._model)
-        self._check = Check(options, {x: self._checked(x) for x in self._contexts}, status)
+        #: Environment variables of the servers.
+        self._environment = {}
+        if options.device == "cpu":
+            self._environment = ServerProcess.cpu_environment(options.num_threads)
+        self._check = Check(options, {x: self._checked(x) for x in self._contexts}, status.say)
+
+    @property
+    def cases(self) -> list[Case]:
+        """Those that failed or have a result."""
+        return [x for x in self._cases if x.results or x.params["failures"] or x.gate == "failed"]
 
     @property
     def device(self) -> str:
@@ -85,7 +142,8 @@ class LoadBench:
     def _run_servers(self, folder: Path) -> None:
         """Start and measure a server of each contender for each device memory."""
         memories = list(self._memories())
-        self._expect(memories)
+        checked = {DENSE, *(x.algorithm for x in self._contenders)} if self._options.quality else ()
+        self._status.servers = len(memories) * len(self._contenders) + len(checked)
         dense = Contender(options=self._options, model=self._model, algorithm=DENSE)
 
         def start(
@@ -106,33 +164,9 @@ class LoadBench:
             cells = [(context, load) for context in contexts for load in self._options.loads]
             compared = self._options.quality
             cases = [self._case(device_bytes, *cell, failure, compared=compared) for cell in cells]
-            if failure is not None:
-                self.cases += cases
-                continue
-            for contender in self._contenders:
+            self._cases += cases
+            for contender in self._contenders if failure is None else ():
                 self._measure(contender, device_bytes, cells, cases, folder)
-
-    def _expect(self, memories: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Tell the status what is to be done; prompts count by their tokens."""
-        loads = sum(
-            self._load_tokens(self._requests(context, self._options.num_requests(load)))
-            for _, contexts in memories
-            for context in contexts
-            for load in self._options.loads
-        )
-        servers = len(memories) * len(self._contenders)
-        work = {"answers": loads * len(self._contenders), "distance": 0}
-        if self._options.quality:
-            sparse = {x.algorithm for x in self._contenders} - {DENSE}
-            checked = sum(len(ids) for x in self._contexts for ids in self._checked(x))
-            servers += 1 + len(sparse)
-            work["answers"] += checked * (1 + len(sparse))
-            # The first of them measures what it is compared with, too.
-            work["distance"] = checked * (len(sparse) + bool(sparse))
-        self._status.expect(servers, work | {"starts": servers})
-
-    def _load_tokens(self, requests: Sequence[Request]) -> int:
-        return sum(map(_tokens, requests)) * self._options.turns
 
     def _memories(self) -> Iterator[tuple[int, Sequence[int]]]:
         """Device bytes of the servers, and the contexts that each serves."""
@@ -180,7 +214,7 @@ class LoadBench:
         for context in self._contexts:
             for load in self._options.loads:
                 case = self._case(None, context, load, failure, compared=compared)
-                self.cases.append(case)
+                self._cases.append(case)
                 for i, server in enumerate(servers if failure is None else ()):
                     key = server.url if i and compared else None
                     self._load_case(case, server, server.url, key, context, load)
@@ -253,7 +287,7 @@ class LoadBench:
         cases: Sequence[Case],
         folder: Path,
     ) -> None:
-        """All loads on one server; a case appears in the report with its first result."""
+        """All loads on one server."""
         flags = contender.flags(device_bytes, self._pool_tokens(cells))
         with ExitStack() as stack:
             try:
@@ -264,14 +298,12 @@ class LoadBench:
                 self._status.show(why := f"did not start: {reason(error)}")
                 for case in cases:
                     case.params["failures"][contender.name] = why
-                    self._add(case)
                 return
             self._warm_up(server, cells[0][0])
             compared = self._options.quality and contender.algorithm != DENSE
             key = contender.algorithm if compared else None
             for (context, load), case in zip(cells, cases, strict=True):
                 self._load_case(case, server, contender.name, key, context, load)
-                self._add(case)
 
     def _load_case(
         self,
@@ -305,10 +337,6 @@ class LoadBench:
         with suppress(*BROKEN):  # It may not fit; a load says more.
             server.generate([ids[: (self._budget or 0) + _WARM_UP]], 8)
 
-    def _add(self, case: Case) -> None:
-        if all(case is not known for known in self.cases):
-            self.cases.append(case)
-
     def _pool_tokens(self, cells: Sequence[tuple[int, dict[str, float]]]) -> int:
         """Tokens of all requests that run at once."""
         options, most = self._options, 0
@@ -338,15 +366,14 @@ class LoadBench:
                 server.generate([requests[0].ids[:prefix]], 1)
         self._status.say(f"{contender}: {name}", total=len(requests) * options.turns)
         before = Usage.read(server)
-        with self._status.work("answers", self._load_tokens(requests)):
-            run = run_load(
-                server.url,
-                requests,
-                self._model.tokenizer,
-                load,
-                options.slos_ms,
-                self._status.advance,
-            )
+        run = run_load(
+            server.url,
+            requests,
+            self._model.tokenizer,
+            load,
+            options.slos_ms,
+            self._status.advance,
+        )
         usage = Usage.read(server)
         times = Result.of(contender, run.tpot_s or [0.0])
         result = LoadResult(
@@ -365,16 +392,8 @@ class LoadBench:
     def _server(self, flags: Sequence[str], log: Path, name: str) -> Iterator[ServerProcess]:
         self._status.start_server(name)
         with ServerProcess(self._model.folder, log, flags, self._forks) as server:
-            with self._status.work("starts", 1):
-                server.start(self._environment)
+            server.start(self._environment)
             yield server
-
-    @property
-    def _environment(self) -> dict[str, str]:
-        """Environment variables of the servers."""
-        options = self._options
-        on_cpu = options.device == "cpu"
-        return ServerProcess.cpu_environment(options.num_threads) if on_cpu else {}
 
 
 def _tokens(request: Request) -> int:

@@ -18,8 +18,7 @@ from typing import Any
 from hisparse.errors import HiSparseError, one_line
 from hisparse_bench.load.contenders import DENSE, Contender
 from hisparse_bench.load.options import LoadOptions, round_up
-from hisparse_bench.load.running import RunningServer, Status
-from hisparse_bench.server import ServerClient
+from hisparse_bench.server import RunningServer, ServerClient
 
 #: Tokens of an answer that are compared.
 NUM_TOKENS = 32
@@ -200,20 +199,20 @@ class Check:
     Args:
         options: the run.
         prompts: of each context (0: of the trace), the prompts that are compared.
-        status: told what happens, and how long it takes.
+        say: told what happens.
     """
 
     def __init__(
         self,
         options: LoadOptions,
         prompts: Mapping[int, Sequence[Sequence[int]]],
-        status: Status,
+        say: Callable[[str], None],
     ) -> None:
         #: Tokens compared, by context.
         self.compared: dict[int, int] = {}
         self._options = options
         self._prompts = prompts
-        self._status, self._say = status, status.say
+        self._say = say
         self._references: dict[int, list[Reference]] = {}
         self._steps: dict[int, list[list[Step]]] = {}
         self._distances: dict[tuple[str, int], Distance] = {}
@@ -239,7 +238,7 @@ class Check:
                     if not self._steps:
                         self._say("check: decode steps that attend all tokens")
                         self._steps = {
-                            context: [self._measure_steps(server, x) for x in references]
+                            context: [measure_steps(server, x) for x in references]
                             for context, references in self._references.items()
                         }
         except BROKEN as error:
@@ -262,7 +261,7 @@ class Check:
                     return f"{other.url}, prompts of at most {short} tokens: {found.failure}"
                 self._measure_references(dense, context)
                 references = self._references[context]
-                self._steps[context] = [self._measure_steps(dense, x) for x in references]
+                self._steps[context] = [measure_steps(dense, x) for x in references]
         except BROKEN as error:
             return f"the check of {other.url} against {dense.url} failed: {reason(error)}"
         return None
@@ -275,25 +274,18 @@ class Check:
             for reference, steps in zip(
                 self._references[context], self._steps[context], strict=True
             ):
-                with self._status.work("distance", len(reference.prompt)):
-                    found.append(measure_distance(server, reference, steps))
+                found.append(measure_distance(server, reference, steps))
             self._distances[key] = Distance.mean(found)
         return self._distances[key]
 
     def _measure_references(self, server: ServerClient, context: int) -> None:
         self._say(f"check: dense answers at context {context or 'of the trace'}")
         prompts, output = self._prompts[context], self._options.output
-        with self._status.work("answers", sum(map(len, prompts))):
-            self._references[context] = [measure_reference(server, x, output) for x in prompts]
-
-    def _measure_steps(self, server: ServerClient, reference: Reference) -> list[Step]:
-        with self._status.work("distance", len(reference.prompt)):
-            return measure_steps(server, reference)
+        self._references[context] = [measure_reference(server, x, output) for x in prompts]
 
     def _compare(self, server: ServerClient) -> str | None:
         for context, references in self._references.items():
-            with self._status.work("answers", sum(len(x.prompt) for x in references)):
-                found = compare_answers(server, references, self._options.device)
+            found = compare_answers(server, references, self._options.device)
             self.compared[context] = min(self.compared.get(context, found.compared), found.compared)
             if found.failure is not None:
                 return found.failure

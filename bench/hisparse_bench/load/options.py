@@ -47,8 +47,8 @@ class LoadOptions:
     """One run of ``hisparse bench serve``; each field is a flag and a key of a recipe.
 
     Attributes:
-        model: folder, hub id or name; "random-dsa" is a small random model with an indexer. Empty
-            for smollm2-135m, with ``url`` for the server's.
+        model: folder, hub id or name; "random-dsa" is a small random model with an indexer. If
+            empty: smollm2-135m, or with ``url`` the server's.
         device: "cpu" or "cuda".
         context: tokens of the prompts.
         output: tokens that each request generates.
@@ -70,7 +70,7 @@ class LoadOptions:
         device_memory: device memory for the KV cache, the same for all contenders.
         dense_requests: the same as the KV of so many dense requests of this context.
         url: running servers, whose radix caches are emptied; the first of two is the reference.
-        text: file whose text is in the prompts; the built-in texts if None.
+        text: file whose text is in the prompts, in place of the built-in texts.
         quality: compare with dense decoding: the check, and the distance of sparse decoding.
             Without it no ratios are shown.
         threads: CPU threads of a server; one for each core if 0.

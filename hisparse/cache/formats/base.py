@@ -12,17 +12,12 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter
+from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cache.allocate import zeros
-from hisparse.config import KV_FORMATS
-from hisparse.registry import Registry
+from hisparse.config import KV_FORMATS, LATENT_FORMATS
+from hisparse.errors import HiSparseError
+from hisparse.kernels import dequantize, quantize
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
-
-#: Formats of latents (MLA) by ``kv_cache_dtype``. Those of all other models: ``KV_FORMATS``.
-LATENT_FORMATS: Registry[KVFormat] = Registry(
-    "kv_cache_dtype of latents (MLA)",
-    package="hisparse.cache.formats",
-    entry_point_group="hisparse.latent_formats",
-)
 
 
 class StoredPart(NamedTuple):
@@ -52,8 +47,8 @@ class KVFormat(ABC):
         kv: as given.
     """
 
-    #: Whether K and V are stored encoded; algorithms then cannot read them in host memory.
-    encoded: ClassVar[bool] = True
+    #: Launches that conversions add to a captured layer, for estimates of its time.
+    captured_launches: ClassVar[int] = 16
     #: Bytes of scales of a token and KV head that are stored apart from K and V.
     num_scales: ClassVar[int] = 0
     #: Selection scopes of attention over its pages.
@@ -166,6 +161,26 @@ class KVFormat(ABC):
         """Round keys and values ``[..., D]`` to the values that a later read returns."""
         return self.decode(self.encode(k, v))
 
+    @classmethod
+    def serves(cls, algorithm: type[BaseSparseAlgorithm]) -> bool:
+        """Whether an algorithm can run on K and V that are stored so."""
+        return not algorithm.reads_host_keys
+
+    def in_place(self, stored: StoredKV) -> PagedKV:
+        """Stored keys and values in the model's dtype, without a conversion.
+
+        Raises:
+            HiSparseError: they are stored otherwise.
+        """
+        raise HiSparseError(
+            f"an algorithm reads keys in host memory: got {self.kv.kv_cache_dtype} keys, expected "
+            "kv_cache_dtype 'auto'; the algorithm has to declare reads_host_keys = True"
+        )
+
+    def copied_parts(self, stored: StoredKV) -> tuple[Tensor, ...]:
+        """The tensors of :attr:`parts` if a copy of pages needs no conversion; else none."""
+        return ()
+
     def readable_pages(self, stored: StoredKV, pages: Tensor) -> tuple[StoredKV, Tensor]:
         """Some pages as kernels read them: in place, or decoded.
 
@@ -200,9 +215,52 @@ class KVFormat(ABC):
         return 0
 
 
+class ScaledFormat(KVFormat):
+    """One scale for each token's key and value of a head. Kernels multiply by it as they attend.
+
+    A subclass states the dtype, which :func:`hisparse.kernels.quantize` and
+    :func:`hisparse.kernels.paged_attention` have to take.
+    """
+
+    num_scales: ClassVar[int] = 2
+
+    @property
+    def name(self) -> str:
+        return self.kv.kv_cache_dtype
+
+    @property
+    def dense_token_bytes(self) -> int:
+        if self.sglang_dtype is None:
+            return super().dense_token_bytes
+        # SGLang stores no scales.
+        return self.token_bytes - self.num_scales * self.kv.num_kv_heads * self.kv.num_layers
+
+    def encode(self, k: Tensor, v: Tensor) -> StoredKV:
+        return quantize(k, v, self.dtype)
+
+    def decode(self, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
+        if out is None:
+            k, v = (torch.empty(x.shape, dtype=self.kv.dtype, device=x.device) for x in stored.kv)
+            out = PagedKV(k, v)
+        dequantize(stored, out)
+        return out
+
+    def attend(
+        self,
+        adapter: BackendAdapter,
+        q: Tensor,
+        stored: StoredKV,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        rule: AttentionRule,
+        max_pages: int,
+    ) -> Attended:
+        return adapter.attend_scaled(q, stored, page_table, seq_lens, rule)
+
+
 def sglang_choices() -> dict[str, torch.dtype]:
     """Names of formats that SGLang's ``--kv-cache-dtype`` has, with the dtype of its own pool."""
-    dtypes = {name: KV_FORMATS.get(name).sglang_dtype for name in KV_FORMATS}
+    dtypes = {x: each.get(x).sglang_dtype for each in (LATENT_FORMATS, KV_FORMATS) for x in each}
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
@@ -213,5 +271,6 @@ def format_of(kv: KVSpec) -> KVFormat:
     Raises:
         ConfigError: the model's attention has no such format; the message names those that it has.
     """
-    formats: Registry[KVFormat] = LATENT_FORMATS if kv.latent else KV_FORMATS
-    return formats.get(kv.kv_cache_dtype)(kv)
+    formats = LATENT_FORMATS if kv.latent else KV_FORMATS
+    made: KVFormat = formats.get(kv.kv_cache_dtype)(kv)
+    return made

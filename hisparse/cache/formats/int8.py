@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hisparse.cache.formats.scaled import ScaledFormat
+from hisparse.cache.formats.base import ScaledFormat
 from hisparse.config import KV_FORMATS
 
 

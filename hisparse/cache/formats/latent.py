@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hisparse.cache.formats.base import LATENT_FORMATS, KVFormat, StoredPart
+from hisparse.cache.formats.base import KVFormat, StoredPart
 from hisparse.cache.formats.plain import Plain
+from hisparse.config import LATENT_FORMATS
 from hisparse.types import SelectionScope, StoredKV
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter, merge_attended
-from hisparse.cache.formats.base import LATENT_FORMATS
 from hisparse.cache.formats.latent import LatentFormat
+from hisparse.config import LATENT_FORMATS
 from hisparse.kernels import LatentRow, decode_latents, encode_latents
 from hisparse.types import AttentionRule, PagedKV, StoredKV
 

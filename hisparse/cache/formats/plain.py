@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cache.formats.base import KVFormat
 from hisparse.config import KV_FORMATS
 from hisparse.types import PagedKV, StoredKV
@@ -14,7 +15,7 @@ from hisparse.types import PagedKV, StoredKV
 class Plain(KVFormat):
     """Nothing is converted."""
 
-    encoded = False
+    captured_launches = 0
     decoded_token_bytes = 0
 
     @property
@@ -33,3 +34,13 @@ class Plain(KVFormat):
 
     def decode(self, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
         return stored.kv
+
+    @classmethod
+    def serves(cls, algorithm: type[BaseSparseAlgorithm]) -> bool:
+        return True
+
+    def in_place(self, stored: StoredKV) -> PagedKV:
+        return stored.kv
+
+    def copied_parts(self, stored: StoredKV) -> tuple[Tensor, ...]:
+        return self.split(stored)

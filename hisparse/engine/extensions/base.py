@@ -19,33 +19,48 @@ import numpy as np
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter, TableLimits
-from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, Representation, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.engine.modes import AttentionModes
+from hisparse.engine.representations import Representations
 from hisparse.errors import ConfigError
 from hisparse.types import Selection
 
+#: Joins the query heads of all ranks: ``[T, Hq, D] -> [T, ranks * Hq, D]``, the same on every rank.
+GatherQueries = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
-class ExtensionContext:
-    """The components of the engine that an extension may use.
+class Components:
+    """The components of an engine, which :func:`hisparse.engine.build.build` creates.
 
     Attributes:
         config: the settings.
         policy: shapes of the model and the rules of selections.
-        manager: loads pages; ``manager.counters`` counts by name.
+        algorithm: selects pages.
+        manager: stores and loads pages; ``manager.counters`` counts by name.
         adapter: attends.
-        state: tensors of the algorithm and of all extensions, by name.
-        modes: says which layers select.
+        representations: state of the algorithm and of the extensions.
+        modes: decides which requests are dense and which layers select.
+        gather_queries: joins the query heads of ranks that share the latents of an MLA model, so
+            that each rank selects what one rank would; None: this rank has all heads of a
+            selection.
     """
 
     config: HiSparseConfig
     policy: SelectionPolicy
+    algorithm: BaseSparseAlgorithm
     manager: SparseKVCacheManager
     adapter: BackendAdapter
-    state: Mapping[str, Tensor]
+    representations: Representations
     modes: AttentionModes
+    gather_queries: GatherQueries | None = None
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """Tensors of the algorithm and of all extensions, by name."""
+        return self.representations.tensors
 
 
 class Extension:
@@ -60,7 +75,7 @@ class Extension:
 
     Args:
         options: an instance of ``options_type``.
-        context: the components of the engine that the extension may use.
+        context: the components of the engine.
     """
 
     #: Frozen dataclass of options: the value of the configuration key.
@@ -70,7 +85,7 @@ class Extension:
     #: Whether the extension works only in a process that has all layers of the model.
     needs_all_layers: ClassVar[bool] = False
 
-    def __init__(self, options: Any, context: ExtensionContext) -> None:
+    def __init__(self, options: Any, context: Components) -> None:
         self.options = options
         self.context = context
 

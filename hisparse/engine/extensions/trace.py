@@ -14,16 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from hisparse import __version__
 from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
-from hisparse.engine.extensions.base import Extension, ExtensionContext, register_extension
+from hisparse.engine.extensions.base import Components, Extension, register_extension
 from hisparse.errors import ConfigError
 from hisparse.trace.format import TraceHeader
 from hisparse.trace.writer import RecordedStep, TraceWriter
@@ -33,19 +31,6 @@ from hisparse.units import MemorySize, parse_memory, resolve_memory
 logger = logging.getLogger("hisparse")
 
 _PAGES: Final = "trace.pages"
-
-
-class _Step(NamedTuple):
-    """The requests of a step that are recorded.
-
-    Attributes:
-        slots, seq_lens: ``[B]``.
-        rows: ``[R] bool``, which of the requests that attend sparsely they are.
-    """
-
-    slots: np.ndarray
-    seq_lens: np.ndarray
-    rows: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +59,10 @@ class TraceOptions:
 
 @register_extension("trace")
 class Trace(Extension):
-    """Keeps the selections of a step, and hands them to the writer when it has ended.
+    """Copies the selections of a step, and hands them to the writer when it has ended.
 
-    A captured step copies them into a tensor of the engine: its own are reused by then. So does a
-    step on a GPU, whose memory is planned. An eager step on a CPU keeps the tensors of the
-    algorithm and copies them once when it has ended: ``L * R * H * K * 4`` bytes for R requests
-    that attend sparsely. The first one copies each layer too, to see whether layers share memory;
-    if so, all do.
+    The copies are in a tensor of the engine: a captured step reuses its own, and layers may share
+    the memory of their selections.
 
     Attributes:
         path: the file.
@@ -94,13 +76,12 @@ class Trace(Extension):
         "file has reached max_bytes, or the disk failed",
     }
 
-    def __init__(self, options: TraceOptions, context: ExtensionContext) -> None:
+    def __init__(self, options: TraceOptions, context: Components) -> None:
         super().__init__(options, context)
         policy, modes = context.policy, context.modes
         layers = [x for x in range(policy.kv.num_layers) if modes.selects(x)]
         path = Path(options.path).expanduser()
         header = TraceHeader(
-            source="recorded",
             note=options.note,
             algorithm=context.config.algorithm,
             scope=policy.scope,
@@ -128,13 +109,8 @@ class Trace(Extension):
             self._layers = torch.tensor(places, device=self._state.device)
         # Longer requests do not fit the budget.
         self._most_tokens = (policy.budget_pages + 1) * policy.kv.page_size
-        self._step: _Step | None = None
-        #: Selections of an eager step, by layer.
-        self._eager: list[Tensor] = []
-        #: The same as the algorithm returned it, in the first eager step.
-        self._originals: list[Tensor] = []
-        #: Whether eager steps copy each selection, for layers share their memory; None: not known.
-        self._copies: bool | None = None
+        #: Slots and lengths of the requests of a step that are recorded.
+        self._step: tuple[np.ndarray, np.ndarray] | None = None
         self._counted_dropped = 0
         logger.info("hisparse: trace of selections: %s", self.path)
 
@@ -147,16 +123,11 @@ class Trace(Extension):
     def before_step(self, slots: np.ndarray, seq_lens: np.ndarray, sparse: np.ndarray) -> None:
         """Remember which requests are beyond the budget: others attend all of their pages."""
         chosen = sparse & (seq_lens > self._most_tokens)
-        self._step = _Step(slots[chosen], seq_lens[chosen], chosen[sparse])
+        self._step = slots[chosen], seq_lens[chosen]
 
     def after_selection(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
-        """Keep the selection until the end of the step, or copy it."""
+        """Copy the selection."""
         pages = selection.pages
-        if not step.captured and not pages.is_cuda:
-            self._eager.append(pages if self._copies is False else pages.clone())
-            if self._copies is None:
-                self._originals.append(pages)
-            return
         state, slots, width = self._by_layer[layer_id], step.slots, pages.shape[-1]
         state[..., :width].index_copy_(0, slots, pages)
         if width < state.shape[-1]:
@@ -164,21 +135,17 @@ class Trace(Extension):
 
     def after_step(self, *, complete: bool) -> None:
         """Hand the step to the writer."""
-        step, eager = self._step, self._eager
-        self._step, self._eager = None, []
-        originals, self._originals = self._originals, []
-        if originals and complete:
-            storages = {x.untyped_storage().data_ptr() for x in originals}
-            self._copies = len(storages) < len(originals)
-        if step is None or not complete or not len(step.slots):
+        step, self._step = self._step, None
+        if step is None or not complete or not len(step[0]):
             return
-        rows = None
-        if not eager:
-            pages = self._copied_pages(step.slots)
-        else:
-            pages = torch.stack([self._padded(x) for x in eager])
-            rows = None if len(step.slots) == len(step.rows) else step.rows
-        ready = None
+        slots, seq_lens = step
+        index = torch.from_numpy(slots)
+        if self._state.is_cuda:
+            # A copy from pageable memory would wait for the stream.
+            index = index.pin_memory().to(self._state.device, non_blocking=True)
+        pages, ready = self._state.index_select(1, index), None
+        if self._layers is not None:
+            pages = pages.index_select(0, self._layers)
         if pages.is_cuda:
             # PyTorch reuses page-locked blocks; this has not run on a GPU yet.
             on_host = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
@@ -186,24 +153,11 @@ class Trace(Extension):
             ready = torch.cuda.Event()
             ready.record()
         counters = self.context.manager.counters
-        recorded = RecordedStep(step.slots, step.seq_lens, pages, rows, ready)
+        recorded = RecordedStep(slots, seq_lens, pages, ready)
         counters.add("trace_steps", int(self._writer.put(recorded)))
         dropped = self._writer.dropped_steps
         counters.add("trace_dropped_steps", dropped - self._counted_dropped)
         self._counted_dropped = dropped
-
-    def _padded(self, pages: Tensor) -> Tensor:
-        missing = self._state.shape[-1] - pages.shape[-1]
-        return pad(pages, (0, missing), value=-1) if missing else pages
-
-    def _copied_pages(self, slots: np.ndarray) -> Tensor:
-        """``[L, B, H, K]``, what the step has copied into the engine's tensor."""
-        index = torch.from_numpy(slots)
-        if self._state.is_cuda:
-            # A copy from pageable memory would wait for the stream.
-            index = index.pin_memory().to(self._state.device, non_blocking=True)
-        pages = self._state.index_select(1, index)
-        return pages if self._layers is None else pages.index_select(0, self._layers)
 
     def flush(self) -> None:
         """Write the steps that were handed over, and wait for that."""

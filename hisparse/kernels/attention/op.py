@@ -11,7 +11,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
 from hisparse.kernels.operation import Operation
-from hisparse.kernels.quantize.rules import STORED, check_scales
+from hisparse.kernels.quantize.op import STORED, check_scales
 from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
 
 __all__ = ["chunk_attention", "paged_attention"]
@@ -45,6 +45,9 @@ PAGED_ATTENTION = Operation(
     Arg("seq_lens", torch.int32, "R", layout="any"),
     Result("out", "query", "R Q Dv"),
     Result("lse", "query", "R Q"),
+    cpu=lambda call, query, kv, table, seq_lens, rule: call(
+        scaled_query(query, rule.scale), *kv, table, seq_lens, rule.logit_cap, rule.window
+    ),
     also=_pages_fit,
 )
 CHUNK_ATTENTION = Operation(
@@ -56,6 +59,9 @@ CHUNK_ATTENTION = Operation(
     Result("out", "query", "T Hq Dv"),
     Result("lse", "query", "T Hq"),
     values=("causal", "first_key"),
+    cpu=lambda call, query, k, v, causal, rule, first_key: call(
+        scaled_query(query, rule.scale), k, v, causal, rule.logit_cap, rule.window, first_key
+    ),
     also=_keys_fit,
 )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hisparse.kernels.attention.op import scaled_query
 from hisparse.kernels.quantize.reference import read_scales
-from hisparse.types import UNSCALED, AttentionRule, StoredKV
+from hisparse.types import AttentionRule, StoredKV
 
 __all__ = ["cap_logits", "chunk_attention", "paged_attention"]
 
@@ -20,7 +20,7 @@ def paged_attention(
     kv: StoredKV,
     page_table: Tensor,
     seq_lens: Tensor,
-    rule: AttentionRule = UNSCALED,
+    rule: AttentionRule,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`."""
     query = scaled_query(query, rule.scale)
@@ -58,7 +58,7 @@ def chunk_attention(
     k: Tensor,
     v: Tensor,
     causal: bool,
-    rule: AttentionRule = UNSCALED,
+    rule: AttentionRule,
     first_key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.chunk_attention`."""

@@ -20,6 +20,7 @@ from hisparse.kernels.attention.triton_splits import (
     merge_last,
     merged_at_once,
     num_splits,
+    store_attended,
 )
 from hisparse.kernels.triton_common import (
     INTERPRETED,
@@ -28,7 +29,7 @@ from hisparse.kernels.triton_common import (
     rounded,
     shared_bytes,
 )
-from hisparse.types import UNSCALED, AttentionRule, StoredKV
+from hisparse.types import AttentionRule, StoredKV
 
 __all__ = ["chunk_attention", "launch_options", "paged_attention"]
 
@@ -42,7 +43,7 @@ def paged_attention(
     kv: StoredKV,
     page_table: Tensor,
     seq_lens: Tensor,
-    rule: AttentionRule = UNSCALED,
+    rule: AttentionRule,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`.
 
@@ -351,14 +352,14 @@ def _attend_kernel(
         highest = top
     acc, summed = _normalized(acc, tl.sum(totals, axis=1), highest)
     if SPLIT:
-        _store(partials, (row * splits + split) * queries + own, acc, summed, asked, VALUE)
+        store_attended(partials, (row * splits + split) * queries + own, acc, summed, asked, VALUE)
         arrival = arrivals + row * tl.num_programs(1) + tl.program_id(1)
         which = (row, head * GROUP + block, GROUP - block)
         merge_last(
             results, partials, arrival, which, queries, splits, VALUE, VALUE_BLOCK, MEMBERS, MERGED
         )
     else:
-        _store(results, row * queries + own, acc, summed, asked, VALUE)
+        store_attended(results, row * queries + own, acc, summed, asked, VALUE)
 
 
 @triton.jit
@@ -367,14 +368,3 @@ def _normalized(acc, total, highest):
     some = tl.where(total > 0, total, 1.0)
     acc = acc * tl.where(total > 0, 1.0 / some, 0.0)[:, None]
     return acc, tl.where(total > 0, highest + tl.log(some), -float("inf"))
-
-
-@triton.jit
-def _store(to, target, acc, summed, asked, VALUE: tl.constexpr):
-    """Write the outputs and log-sum-exps of queries."""
-    out, lse = to
-    dim = tl.arange(0, acc.shape[1])
-    shown = asked[:, None] & (dim < VALUE)[None, :]
-    shaped = rounded(acc, out.dtype.element_ty)
-    tl.store(out + target[:, None] * VALUE + dim[None, :], shaped, mask=shown)
-    tl.store(lse + target, summed, mask=asked)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hisparse.kernels.attention.triton_splits import store_attended
 from hisparse.kernels.triton_common import (
     INTERPRETED,
     LARGEST_SHARED,
@@ -55,16 +56,12 @@ def chunk_attention(
         first, query.dtype if narrow else torch.float32, shared_bytes(query.device)
     )
     _chunk_kernel[(triton.cdiv(tokens * group, options["ROWS"]), heads)](
-        query,
-        k,
-        v,
-        out,
-        lse,
+        (query, *query.stride()),
+        (k, *k.stride()[:2]),
+        (v, *v.stride()[:2]),
+        (out, lse),
         rule.scale,
         first_key,
-        *query.stride(),
-        *k.stride()[:2],
-        *v.stride()[:2],
         tokens * group,
         num_keys,
         queries,
@@ -109,20 +106,12 @@ def chunk_options(
 
 @triton.jit(do_not_specialize=["first_key"])
 def _chunk_kernel(
-    query,  # [T, Hq, Dk]
-    keys,  # [Tk, Hkv, Dk]
-    values,  # [Tk, Hkv, Dv]
-    out,  # [T, Hq, Dv]
-    lse,  # [T, Hq]
+    query,  # [T, Hq, Dk], and its strides
+    keys,  # [Tk, Hkv, Dk], and its strides of tokens and heads
+    values,  # [Tk, Hkv, Dv], and its strides of tokens and heads
+    results,  # out [T, Hq, Dv] and lse [T, Hq]
     scale,  # softmax scale
     first_key,  # position of key 0 less that of query 0; read if CAUSAL or WINDOW
-    query_token,
-    query_head,
-    query_dim,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
     count,  # queries of a KV head: tokens * GROUP
     num_keys,
     queries,
@@ -140,6 +129,9 @@ def _chunk_kernel(
     LOGIT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
+    query_data, query_token, query_head, query_dim = query
+    key_data, key_token, key_head = keys
+    value_data, value_token, value_head = values
     # Blocks that attend the most keys come first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -147,17 +139,17 @@ def _chunk_kernel(
     asked = row < count
     at, member = (row // GROUP).to(tl.int64), head * GROUP + row % GROUP
     first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
-    narrow: tl.constexpr = keys.dtype.element_ty if NARROW else tl.float32
+    narrow: tl.constexpr = key_data.dtype.element_ty if NARROW else tl.float32
     kind: tl.constexpr = tl.float32 if INTERPRETED else narrow
-    source = query + (at * query_token + member * query_head)[:, None]
+    source = query_data + (at * query_token + member * query_head)[:, None]
     seen_q = asked[:, None] & (first < FIRST)[None, :]
     q = tl.load(source + first[None, :] * query_dim, mask=seen_q, other=0.0).to(kind)
     if REST_BLOCK > 0:
         rest = FIRST + tl.arange(0, REST_BLOCK)
         more = asked[:, None] & (rest < WIDTH)[None, :]
         q_rest = tl.load(source + rest[None, :] * query_dim, mask=more, other=0.0).to(kind)
-    keys += head * key_head
-    values += head * value_head
+    key_data += head * key_head
+    value_data += head * value_head
     end = num_keys
     if CAUSAL:
         end = tl.minimum((block * ROWS + ROWS - 1) // GROUP + 1 - first_key, num_keys)
@@ -174,17 +166,17 @@ def _chunk_kernel(
         live = token < end
         place = token.to(tl.int64) * key_token
         seen = live[:, None] if FIRST == FIRST_BLOCK else live[:, None] & (first < FIRST)[None, :]
-        k = tl.load(keys + (place[:, None] + first[None, :]), mask=seen, other=0.0).to(kind)
+        k = tl.load(key_data + (place[:, None] + first[None, :]), mask=seen, other=0.0).to(kind)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST_BLOCK > 0:
             seen = live[:, None] & (rest < WIDTH)[None, :]
-            k_rest = tl.load(keys + (place[:, None] + rest[None, :]), mask=seen, other=0.0)
+            k_rest = tl.load(key_data + (place[:, None] + rest[None, :]), mask=seen, other=0.0)
             logits += tl.dot(q_rest, tl.trans(k_rest.to(kind)), input_precision="ieee")
             v = k
         else:
             place = token.to(tl.int64) * value_token
             seen = live[:, None] if VALUE == VALUE_BLOCK else live[:, None] & (dim < VALUE)[None, :]
-            v = tl.load(values + (place[:, None] + dim[None, :]), mask=seen, other=0.0).to(kind)
+            v = tl.load(value_data + (place[:, None] + dim[None, :]), mask=seen, other=0.0).to(kind)
         visible = live[None, :]
         if CAUSAL:
             visible = visible & (first_key + token[None, :] <= at[:, None])
@@ -206,9 +198,5 @@ def _chunk_kernel(
         highest = top
     # Without keys the sum is 0: the output is 0 and its log-sum-exp -inf.
     some = tl.where(total > 0, total, 1.0)
-    target = at * queries + member
-    shown = asked[:, None] & (dim < VALUE)[None, :]
-    shaped = rounded(acc / some[:, None], out.dtype.element_ty)
-    tl.store(out + target[:, None] * VALUE + dim[None, :], shaped, mask=shown)
     summed = tl.where(total > 0, highest + tl.log(some), -float("inf"))
-    tl.store(lse + target, summed, mask=asked)
+    store_attended(results, at * queries + member, acc / some[:, None], summed, asked, VALUE)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hisparse.kernels.triton_common import rounded
 
-__all__ = ["arrival_counters", "merge_last", "merged_at_once", "num_splits"]
+__all__ = ["arrival_counters", "merge_last", "merged_at_once", "num_splits", "store_attended"]
 
 #: Tokens of a split at least; shorter splits cost more to merge than they save.
 _MIN_SPLIT_TOKENS = 128
@@ -70,6 +70,17 @@ def arrival_counters(count: int, device: torch.device) -> Tensor:
 
 
 @triton.jit
+def store_attended(to, target, acc, summed, asked, VALUE: tl.constexpr):
+    """Write the outputs and log-sum-exps of queries."""
+    out, lse = to
+    dim = tl.arange(0, acc.shape[1])
+    shown = asked[:, None] & (dim < VALUE)[None, :]
+    shaped = rounded(acc, out.dtype.element_ty)
+    tl.store(out + target[:, None] * VALUE + dim[None, :], shaped, mask=shown)
+    tl.store(lse + target, summed, mask=asked)
+
+
+@triton.jit
 def merge_last(
     results,  # out [R, Q, Dv] and lse [R, Q]
     partials,  # of splits: [R, splits, Q, Dv] and [R, splits, Q]
@@ -88,7 +99,6 @@ def merge_last(
     of summation is that of the splits, whichever ends last. The counter is 0 again for the next
     launch.
     """
-    out, lse = results
     partial, lses = partials
     row, first, count = block
     tl.debug_barrier()
@@ -117,10 +127,7 @@ def merge_last(
             acc = acc * shrink[:, None] + tl.sum(x * weights[:, :, None], axis=0)
             highest = top
         some = tl.where(total > 0, total, 1.0)
-        target = row * queries + first + member
-        shown = asked[:, None] & (dim < VALUE)[None, :]
-        merged = rounded(acc / some[:, None], out.dtype.element_ty)
-        tl.store(out + target[:, None] * VALUE + dim[None, :], merged, mask=shown)
         summed = tl.where(total > 0, highest + tl.log(some), -float("inf"))
-        tl.store(lse + target, summed, mask=asked)
+        target = row * queries + first + member
+        store_attended(results, target, acc / some[:, None], summed, asked, VALUE)
         tl.store(arrival, 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.kernels.arguments import FLOATS, Arg, check_contiguous
 from hisparse.kernels.operation import Operation
-from hisparse.kernels.quantize.rules import check_scales
+from hisparse.kernels.quantize.op import check_scales
 from hisparse.types import IndexerInputs
 
 __all__ = ["index_score", "store_index_keys"]

@@ -41,21 +41,16 @@ def index_score(
     narrow = torch.float16 if fp8 else keys.dtype
     options = launch_options(keys.dtype, as_bytes)
     _score_kernel[(triton.cdiv(width, options["TOKENS"]), batch)](
-        new.queries,
-        new.keys,
-        new.weights,
-        keys.view(torch.uint8) if as_bytes else keys,
+        (new.queries, *new.queries.stride()),
+        (new.keys, *new.keys.stride()),
+        (new.weights, *new.weights.stride()),
+        (keys.view(torch.uint8) if as_bytes else keys, keys.stride(0)),
         # Not read where there are no scales.
         new.weights if scales is None else scales,
-        host_page_table,
+        (host_page_table, *host_page_table.stride()),
         num_pages.contiguous(),
         scores,
         width,
-        *new.queries.stride(),
-        *new.keys.stride(),
-        *new.weights.stride(),
-        keys.stride(0),
-        *host_page_table.stride(),
         HEADS=heads,
         HEADS_BLOCK=max(_MIN_DOT, triton.next_power_of_2(heads)),
         DIM=dim,
@@ -103,25 +98,15 @@ def store_index_keys(new: Tensor, keys: Tensor, host_pages: Tensor, scales: Tens
 
 @triton.jit
 def _score_kernel(
-    queries,  # [B, HEADS, DIM]
-    new_keys,  # [B, DIM]
-    weights,  # [B, HEADS]
-    keys,  # [host pages, DIM]
+    queries,  # [B, HEADS, DIM], and its strides
+    new_keys,  # [B, DIM], and its strides
+    weights,  # [B, HEADS], and its strides
+    keys,  # [host pages, DIM], and its stride of pages
     scales,  # [host pages], if FP8
-    host_page_table,  # [B, P]
+    host_page_table,  # [B, P], and its strides
     num_pages,  # [B]
     scores,  # [B, 1, P]
     width,
-    query_token,
-    query_head,
-    query_dim,
-    new_token,
-    new_dim,
-    weight_token,
-    weight_head,
-    key_page,
-    stride_table,
-    stride_entry,
     HEADS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -131,8 +116,13 @@ def _score_kernel(
     FP8: tl.constexpr,
     BYTES: tl.constexpr,
 ):
+    query_data, query_token, query_head, query_dim = queries
+    new_data, new_token, new_dim = new_keys
+    weight_data, weight_token, weight_head = weights
+    key_data, key_page = keys
+    table, stride_table, stride_entry = host_page_table
     block, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kind: tl.constexpr = tl.float16 if FP8 else keys.dtype.element_ty
+    kind: tl.constexpr = tl.float16 if FP8 else key_data.dtype.element_ty
     wide: tl.constexpr = tl.float32 if INTERPRETED and kind == tl.bfloat16 else kind
     page = block * TOKENS + tl.arange(0, TOKENS)
     target = scores + request * width + page
@@ -143,14 +133,14 @@ def _score_kernel(
         return
     head, dim = tl.arange(0, HEADS_BLOCK), tl.arange(0, DIM_BLOCK)
     there = (head < HEADS)[:, None] & (dim < DIM)[None, :]
-    place = queries + request * query_token + head[:, None] * query_head
+    place = query_data + request * query_token + head[:, None] * query_head
     q = tl.load(place + dim[None, :] * query_dim, mask=there, other=0.0).to(tl.float32)
-    place = weights + request * weight_token + head * weight_head
+    place = weight_data + request * weight_token + head * weight_head
     weight = tl.load(place, mask=head < HEADS, other=0.0).to(tl.float32)
     # Stored keys; what is read in place of absent ones is discarded.
-    entry = host_page_table + request * stride_table + page * stride_entry
+    entry = table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=page < count, other=0).to(tl.int64)
-    place = keys + host_page[:, None] * key_page + dim[None, :]
+    place = key_data + host_page[:, None] * key_page + dim[None, :]
     k = tl.load(place, mask=(dim < DIM)[None, :], other=0.0)
     k = (from_e4m3(k) if BYTES else k).to(wide)
     products = tl.zeros((TOKENS, HEADS_BLOCK), tl.float32)
@@ -169,7 +159,7 @@ def _score_kernel(
         found *= tl.load(scales + host_page)
     if block * TOKENS + TOKENS > count:
         # The new token, whose key is not stored yet.
-        source = new_keys + request * new_token + dim * new_dim
+        source = new_data + request * new_token + dim * new_dim
         new = tl.load(source, mask=dim < DIM, other=0.0).to(tl.float32)
         product = tl.sum(q * new[None, :], axis=1)
         own = tl.sum(tl.where(product < 0, 0.0, product) * weight, axis=0)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg, Result
-from hisparse.kernels.operation import Operation
+from hisparse.kernels.build.cuda import call_cuda
+from hisparse.kernels.operation import Operation, ungrouped
 
 __all__ = [
     "DecodeRows",
@@ -20,6 +21,7 @@ __all__ = [
     "diff_tables",
     "lru_diff",
     "page_table",
+    "verify_diff",
 ]
 
 _I32, _I64 = torch.int32, torch.int64
@@ -155,6 +157,12 @@ def _selection_fits(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> Non
     _rows_share_tables(tensors, sizes)
 
 
+def _scratch(state: RowState, rows: Tensor, width: int) -> Tensor:
+    """``[R, bytes] uint8``; no bytes where shared memory is enough."""
+    num_bytes = call_cuda("lru_diff_scratch_bytes", state.slot_pages, width)
+    return rows.new_empty((rows.shape[0], num_bytes), dtype=torch.uint8)
+
+
 LRU_DIFF = Operation(
     __name__,
     "lru_diff",
@@ -170,6 +178,17 @@ LRU_DIFF = Operation(
     Result("load_device_slots", _I32, "R K"),
     Result("num_hits", _I32, "R"),
     Result("num_misses", _I32, "R"),
+    cpu=ungrouped,
+    cuda=lambda call, selection, table, capacity, num_real_rows, state, rows, num_pages: call(
+        selection,
+        table,
+        capacity,
+        num_real_rows,
+        *state,
+        rows,
+        num_pages,
+        _scratch(state, rows, selection.shape[1]),
+    ),
     also=_rows_share_tables,
 )
 DIFF_TABLES = Operation(
@@ -195,6 +214,17 @@ DIFF_TABLES = Operation(
     Result("num_misses", _I32, "R"),
     on="rows",
     values=("width",),
+    cuda=lambda call, selection, lengths, rows, state, page_size, width, tail_below: call(
+        selection,
+        lengths,
+        *rows,
+        *state,
+        _scratch(state, rows.rows, width),
+        page_size,
+        tail_below,
+        width,
+    ),
+    sizes=("K",),
     also=_selection_fits,
 )
 PAGE_TABLE = Operation(
@@ -204,6 +234,8 @@ PAGE_TABLE = Operation(
     Arg("rows", _I64, "R"),
     Arg("slots", _I32, "R K"),
     Result("table", _I32, "R K"),
+    cpu=True,
+    cuda=True,
 )
 
 
@@ -221,9 +253,11 @@ def lru_diff(
     """Find the resident ones of the selected pages, and choose the slots to load the others to.
 
     The tables of ``state`` are updated in place: the order becomes survivors in their old order,
-    then slots just loaded in load order, then hits in their old order. A CUDA kernel leaves a row
-    that cannot be served as it is, with -1 misses; :func:`hisparse.kernels.verify_diff` reports
-    such rows.
+    then slots just loaded in load order, then hits in their old order.
+
+    A row cannot be served if it has more unique pages than capacity, a page beyond its limit, or a
+    state row or slot that does not exist. C++ raises; CUDA leaves its tables as they are, with -1
+    as its entries, 0 hits and -1 misses. :func:`hisparse.kernels.verify_diff` reports such rows.
 
     Args:
         selection: ``[R, K] int32``, page indices; -1 and duplicates may stand anywhere.
@@ -299,7 +333,7 @@ def diff_tables(
 
 
 def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor, *, impl: str = "auto") -> Tensor:
-    """Look up the device pages of slots.
+    """Look up the device pages of slots; on CUDA an index outside the table gives -1.
 
     Args:
         device_pages: ``[NR, C] int32``, of the rows' state.
@@ -315,3 +349,19 @@ def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor, *, impl: str =
     """
     table: Tensor = PAGE_TABLE(impl, device_pages, rows, slots)(device_pages, rows, slots)
     return table
+
+
+def verify_diff(num_misses: Tensor, capacity: Tensor) -> None:
+    """Raise ``KernelError`` if ``lru_diff`` or ``diff_tables`` refused a row.
+
+    Args:
+        num_misses: ``[R] int32``, as returned; -1 for a refused row.
+        capacity: ``[R] int32``, as given.
+    """
+    refused = (num_misses < 0).nonzero().flatten().tolist()
+    if refused:
+        row = refused[0]
+        raise KernelError(
+            f"selection: row {row} cannot be served, expected pages of the host page table, no "
+            f"more of them than its capacity {int(capacity[row])}, and a state row with such slots"
+        )

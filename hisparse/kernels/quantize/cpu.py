@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.quantize import reference
-from hisparse.kernels.quantize.op import DECODE_LATENTS, ENCODE_LATENTS, QUANTIZE
-from hisparse.kernels.quantize.rules import LatentRow
+from hisparse.kernels.quantize.op import DECODE_LATENTS, ENCODE_LATENTS, QUANTIZE, LatentRow
 from hisparse.types import StoredKV
 
 __all__ = ["decode_latents", "encode_latents", "quantize"]
@@ -17,7 +16,7 @@ def quantize(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredKV:
     """See :func:`hisparse.kernels.quantize`."""
     codes = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
     scales = torch.empty((*k.shape[:-1], 2), dtype=torch.uint8, device=k.device)
-    QUANTIZE.on_cpu(_vectors(k), _vectors(v), more=[_vectors(x) for x in (*codes, scales)])
+    QUANTIZE.on_cpu(_vectors(k), _vectors(v), *map(_vectors, (*codes, scales)))
     return StoredKV(codes[0], codes[1], scales)
 
 
@@ -29,8 +28,8 @@ def _vectors(x: Tensor) -> Tensor:
 def encode_latents(latents: Tensor, row: LatentRow) -> Tensor:
     """See :func:`hisparse.kernels.encode_latents`."""
     rows = latents.new_empty(*latents.shape[:-1], row.num_bytes, dtype=torch.uint8)
-    more = (rows.view(-1, row.num_bytes), *_layout(row))
-    ENCODE_LATENTS.on_cpu(latents.reshape(-1, row.width), more=more)
+    vectors = (latents.reshape(-1, row.width), rows.view(-1, row.num_bytes))
+    ENCODE_LATENTS.on_cpu(*vectors, *_layout(row))
     return rows
 
 
@@ -39,7 +38,7 @@ def decode_latents(pages: Tensor, table: Tensor, out: Tensor, row: LatentRow) ->
     if out.dtype == torch.float16:
         reference.decode_latents(pages, table, out, row)
     else:
-        DECODE_LATENTS.on_cpu(pages, table, out, more=_layout(row))
+        DECODE_LATENTS.on_cpu(pages, table, out, *_layout(row))
 
 
 def _layout(row: LatentRow) -> tuple[int, int, int, int]:

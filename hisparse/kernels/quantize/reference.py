@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels.quantize.rules import FRACTION_BITS, RULES, LatentRow
+from hisparse.kernels.quantize.op import FRACTION_BITS, RULES, LatentRow
 from hisparse.types import StoredKV
 
 __all__ = [

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hisparse.kernels.quantize.op import RULES, LatentRow
 from hisparse.kernels.quantize.reference import pack_latents
-from hisparse.kernels.quantize.rules import RULES, LatentRow
 from hisparse.types import StoredKV
 
 __all__ = ["decode_latents", "encode_latents", "quantize", "to_e4m3"]
@@ -106,7 +106,7 @@ def _quantize_kernel(
         # Not tl.clamp, which would not keep NaN.
         x = tl.where(x > LARGEST_HALF, LARGEST_HALF, tl.where(x < -LARGEST_HALF, -LARGEST_HALF, x))
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    # See rules.py.
+    # See op.py.
     scale = tl.maximum(((largest + CARRY) >> 23) - EXPONENT, LEAST_SCALE)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     place = codes + vector * WIDTH

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +11,16 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg, check_all
 from hisparse.kernels.lru.op import RowState
-from hisparse.kernels.operation import Operation
+from hisparse.kernels.operation import Operation, ungrouped
 
-__all__ = ["TailPools", "drop_pages", "promote_tail", "rebalance", "reset_rows"]
+__all__ = [
+    "TailPools",
+    "drop_pages",
+    "promote_tail",
+    "rebalance",
+    "reset_rows",
+    "verify_capacity",
+]
 
 _I32, _I64 = torch.int32, torch.int64
 
@@ -58,6 +65,24 @@ def _rows_have_requests(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) ->
             raise KernelError(f"{name}: got shape {list(pool.shape)}, expected {expected}")
 
 
+def _promote_on_cpu(call: Callable[..., Any], rows: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    """PyTorch copies the pages."""
+    page_index, *_, tail_pages, pools = more
+    copies = copy_tails(pools, tail_pages[rows], len(page_index))
+    ungrouped(call, rows, *more[:-1], None, None)
+    return copies
+
+
+def _promote_on_cuda(call: Callable[..., Any], rows: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    """The same launch copies the pages."""
+    page_index, *_, pools = more
+    shape = (page_index.shape[0], pools.kv_heads)
+    given = [pool for pool in pools[:2] if pool is not None]
+    copies = tuple(pool.new_empty(*shape, *pool.shape[-2:]) for pool in given)
+    ungrouped(call, rows, *more[:-1], *pools[:2], *(*copies, None, None)[:2])
+    return copies
+
+
 PROMOTE_TAIL = Operation(
     __name__,
     "promote_tail",
@@ -70,6 +95,8 @@ PROMOTE_TAIL = Operation(
     Arg("pools.k", None, "_ _ _ _", optional=True, layout="any"),
     Arg("pools.v", None, "_ _ _ _", optional=True, layout="any"),
     values=("kv_heads",),
+    cpu=_promote_on_cpu,
+    cuda=_promote_on_cuda,
     also=_rows_have_requests,
 )
 RESET_ROWS = Operation(
@@ -78,6 +105,7 @@ RESET_ROWS = Operation(
     Arg("rows", _I64, "M"),
     Arg("capacity", _I32, "NR"),
     *_tables("L NR"),
+    cuda=ungrouped,
 )
 REBALANCE = Operation(
     __name__,
@@ -88,6 +116,18 @@ REBALANCE = Operation(
     *_tables("L NR"),
     Arg("free_pages", _I32, "L _", written=True),
     Arg("num_free", _I32, "L", written=True),
+    cpu=ungrouped,
+    # With a copy of a row's tables, and a mark for each row that changed.
+    cuda=lambda call, rows, new_capacity, capacity, states, free_pages, num_free: call(
+        rows,
+        new_capacity,
+        capacity,
+        *states,
+        free_pages,
+        num_free,
+        capacity.new_empty((states.slot_pages.shape[0], 2, states.slot_pages.shape[2])),
+        torch.zeros_like(new_capacity),
+    ),
 )
 
 
@@ -219,3 +259,21 @@ def copy_tails(pools: TailPools, tails: Tensor, num_requests: int) -> tuple[Tens
     # Rows of one KV head have the same bytes.
     shape = (-1, pools.kv_heads, heads // pools.kv_heads)
     return tuple(x.unflatten(0, shape)[:, :, 0, 0] for x in copies)
+
+
+def verify_capacity(rows: Tensor, new_capacity: Tensor, capacity: Tensor, num_free: Tensor) -> None:
+    """Raise ``KernelError`` if ``rebalance`` left a row without the capacity asked for.
+
+    Args:
+        rows: ``[M] int64``, as given to ``rebalance``.
+        new_capacity: ``[M] int32``, as given to ``rebalance``.
+        capacity: ``[NR] int32``, after it.
+        num_free: ``[L] int32``, after it.
+    """
+    got, asked = capacity[rows].tolist(), new_capacity.tolist()
+    for row, pages, wanted in zip(rows.tolist(), got, asked, strict=True):
+        if pages != wanted:
+            raise KernelError(
+                f"new_capacity: row {row} got {pages} pages, expected {wanted}; "
+                f"{int(num_free[0])} pages are free"
+            )

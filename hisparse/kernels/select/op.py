@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result
+from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.operation import Operation
 from hisparse.types import Selection
 
@@ -66,6 +67,29 @@ def _heads_agree(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
         raise KernelError(f"scores: got {given} heads, expected a multiple or a divisor of {heads}")
 
 
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _or_none(number: float | None) -> float:
+    """What C++ takes for none is a negative number."""
+    return -1.0 if number is None else number
+
+
+def _on_cuda(call: Callable[..., Any], *arguments: Any) -> Any:
+    """In one launch where selections have a fixed length; others in Triton and PyTorch.
+
+    A count of pages beyond the scores is taken as P, one below 0 as 0.
+    """
+    *tensors, rule = arguments
+    if rule.mass is not None or rule.within is not None:
+        return SELECT.function("triton")(*arguments)
+    scores, num_pages = tensors[:2]
+    words = call_cuda("select_scratch_words", scores, rule.heads)
+    scratch = num_pages.new_empty((scores.shape[0], rule.heads, words))
+    return call(*tensors, scratch, rule.drop_last, rule.heads, rule.max_pages)
+
+
 SELECT = Operation(
     __name__,
     "select",
@@ -77,6 +101,20 @@ SELECT = Operation(
     Result("pages", _I32, "B H K"),
     Result("lengths", _I32, "B H"),
     values=("H",),
+    cpu=lambda call, scores, num_pages, forced, rest, invalid_scores, rule: call(
+        scores.float().contiguous(),
+        num_pages,
+        _dense(forced),
+        _dense(rest),
+        invalid_scores,
+        _or_none(rule.mass),
+        _or_none(rule.within),
+        rule.drop_last,
+        rule.heads,
+        rule.max_pages,
+    ),
+    cuda=_on_cuda,
+    sizes=("H", "K"),
     also=_heads_agree,
 )
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
+from hisparse.kernels.attention.op import PAGED_ATTENTION, scaled_query
 from hisparse.kernels.operation import Operation
-from hisparse.kernels.quantize.rules import STORED, check_scales
-from hisparse.types import StoredKV
+from hisparse.kernels.quantize.op import STORED, check_scales
+from hisparse.types import UNSCALED, StoredKV
 
 __all__ = [
     "SketchLayout",
@@ -144,6 +145,14 @@ def _outlines_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     check_divides("outlines", sizes["Hkv"], sizes["Hq"])
 
 
+def _score_on_cpu(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
+    """Pages here, tail pages by attention."""
+    *tensors, tail, layout, scale = more
+    query = scaled_query(query, scale)
+    scores = call(query, *tensors, None, None, None, None, *layout)
+    return scores, None if tail is None else tail_lse(query, tail, PAGED_ATTENTION.function("cpu"))
+
+
 PAGE_SKETCH = Operation(
     __name__,
     "page_sketch",
@@ -151,6 +160,9 @@ PAGE_SKETCH = Operation(
     Arg("sketches", torch.uint8, "_ Hkv bytes", written=True),
     Arg("host_pages", (_I32, torch.int64), "N"),
     values=("D", "S", "bytes"),
+    cpu=lambda call, keys, sketches, host_pages, layout: call(
+        keys, sketches, host_pages, layout.num_channels
+    ),
 )
 SKETCH_SCORE = Operation(
     __name__,
@@ -165,6 +177,7 @@ SKETCH_SCORE = Operation(
     Arg("tail.lens", _I32, "R", optional=True),
     Result("scores", "query", "B Hq P"),
     values=("D", "S", "bytes"),
+    cpu=_score_on_cpu,
     also=_sketches_fit,
 )
 OUTLINE_SCORE = Operation(
@@ -175,6 +188,7 @@ OUTLINE_SCORE = Operation(
     Arg("host_page_table", _I32, "B P"),
     Arg("num_pages", _I32, "B", layout="all"),
     Result("scores", torch.float32, "B Hq P"),
+    cpu=True,
     also=_outlines_fit,
 )
 
@@ -311,5 +325,5 @@ def tail_lse(query: Tensor, tail: TailPages, attend: Callable[..., tuple[Tensor,
     """Log-sum-exp of the tail pages' logits, ``[B, Hq]``, by an implementation of attention."""
     # Attention over a table of one page. Its output is not wanted, but costs little.
     rows = query.reshape(tail.pages.shape[0], -1, query.shape[-1])
-    lse = attend(rows, tail.kv, tail.pages[:, None], tail.lens)[1]
+    lse = attend(rows, tail.kv, tail.pages[:, None], tail.lens, UNSCALED)[1]
     return lse.view(query.shape[:2])

@@ -25,11 +25,9 @@ def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: Sket
     if pages == 0:
         return
     _sketch_kernel[(pages, heads)](
-        keys,
-        sketches,
+        (keys, *keys.stride()),
+        (sketches, *sketches.stride()[:2]),
         host_pages.contiguous(),
-        *keys.stride(),
-        *sketches.stride()[:2],
         sketches.shape[0],
         SIZE=layout.page_size,
         DIM=layout.dim,
@@ -65,15 +63,9 @@ def _widest(high, low, there, COUNT: tl.constexpr):
 
 @triton.jit
 def _sketch_kernel(
-    keys,  # [P, S, Hkv, D]
-    sketches,  # [host pages, Hkv, bytes]
+    keys,  # [P, S, Hkv, D], and its strides
+    sketches,  # [host pages, Hkv, bytes], and its strides of pages and heads
     host_pages,  # [P]
-    stride_page,
-    stride_token,
-    stride_head,
-    stride_dim,
-    stride_out_page,
-    stride_out_head,
     num_host_pages,
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
@@ -83,13 +75,15 @@ def _sketch_kernel(
     CODE_BYTES: tl.constexpr,
     NUM_BYTES: tl.constexpr,
 ):
+    key_data, stride_page, stride_token, stride_head, stride_dim = keys
+    sketch_data, stride_out_page, stride_out_head = sketches
     page, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     target = tl.load(host_pages + page).to(tl.int64)
     if target <= 0 or target >= num_host_pages:
         return
     dim = tl.arange(0, DIM_BLOCK)
     there = dim < DIM
-    source = keys + page * stride_page + head * stride_head + dim * stride_dim
+    source = key_data + page * stride_page + head * stride_head + dim * stride_dim
     high = tl.load(source, mask=there, other=0.0).to(tl.float32)
     low, total = high, high
     for t in range(1, SIZE):
@@ -107,7 +101,7 @@ def _sketch_kernel(
     # Adding this constant leaves no bits for a fraction, which rounds to the nearest, ties to even.
     whole = (whole + 12582912.0) - 12582912.0
     base = whole * block_scale
-    out = sketches + target * stride_out_page + head * stride_out_head
+    out = sketch_data + target * stride_out_page + head * stride_out_head
     tl.store(out + dim, (whole.to(tl.int32) & 255).to(tl.uint8), mask=there)
     block = tl.arange(0, DIM_BLOCK // 8)
     scales = out + DIM + COUNT * CODE_BYTES
@@ -153,13 +147,11 @@ def outline_score(
     parts = triton.cdiv(group, _MOST_QUERIES)
     _outline_kernel[(triton.cdiv(width, _PAGES), kv_heads * parts, batch)](
         query.contiguous(),
-        outlines,
-        host_page_table,
+        (outlines, *outlines.stride()[:2]),
+        (host_page_table, *host_page_table.stride()),
         num_pages,
         scores,
         width,
-        *outlines.stride()[:2],
-        *host_page_table.stride(),
         q_heads,
         GROUP=group,
         QUERIES=_MOST_QUERIES,
@@ -175,15 +167,11 @@ def outline_score(
 @triton.jit
 def _outline_kernel(
     query,  # [B, Hq, D]
-    outlines,  # [host pages, Hkv, bytes]
-    host_page_table,  # [B, P]
+    outlines,  # [host pages, Hkv, bytes], and its strides of pages and heads
+    host_page_table,  # [B, P], and its strides
     num_pages,  # [B]
     scores,  # [B, Hq, P]
     width,
-    stride_page,
-    stride_head,
-    stride_table,
-    stride_entry,
     q_heads,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -193,13 +181,15 @@ def _outline_kernel(
     DIM_BLOCK: tl.constexpr,
     HALF: tl.constexpr,
 ):
+    outline_data, stride_page, stride_head = outlines
+    table, stride_table, stride_entry = host_page_table
     head, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     request = tl.program_id(2).to(tl.int64)
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     present = page < tl.load(num_pages + request)
-    entry = host_page_table + request * stride_table + page * stride_entry
+    entry = table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
-    source = (outlines + host_page * stride_page + head * stride_head)[:, None]
+    source = (outline_data + host_page * stride_page + head * stride_head)[:, None]
     member = part * QUERIES + tl.arange(0, QUERIES)
     row = request * q_heads + head * GROUP + member
     products = tl.zeros((PAGES, QUERIES), tl.float32)

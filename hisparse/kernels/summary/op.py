@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from hisparse.kernels.arguments import (
     check_contiguous,
     check_divides,
 )
+from hisparse.kernels.attention.op import scaled_query
 from hisparse.kernels.operation import Operation
-from hisparse.kernels.quantize.rules import check_scales
+from hisparse.kernels.quantize.op import check_scales
 
 __all__ = ["page_score", "page_summary"]
 
@@ -31,6 +32,20 @@ def _ranges_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     check_scales("scales", tensors["summaries"], tensors["scales"])
 
 
+def _summarize_on_cpu(call: Callable[..., Any], *tensors: Any) -> None:
+    """C++ takes each range as a page; PyTorch makes summaries in eight bits."""
+    keys, summaries, host_pages, scales = tensors
+    if scales is not None:
+        PAGE_SUMMARY.function("reference")(*tensors)
+        return
+    ranges = summaries.shape[1]
+    if ranges > 1:
+        keys = keys.unflatten(1, (ranges, -1)).flatten(0, 1)
+        index = torch.arange(ranges, dtype=host_pages.dtype)
+        host_pages = torch.add(index, host_pages[:, None], alpha=ranges).flatten()
+    call(keys, summaries.flatten(0, 1), host_pages, None)
+
+
 PAGE_SUMMARY = Operation(
     __name__,
     "page_summary",
@@ -38,6 +53,7 @@ PAGE_SUMMARY = Operation(
     Arg("summaries", _DTYPES, "pages ranges Hkv 2*D", written=True),
     Arg("host_pages", (torch.int32, torch.int64), "N"),
     Arg("scales", torch.float32, "pages ranges Hkv", optional=True, written=True),
+    cpu=_summarize_on_cpu,
     also=_ranges_fit,
 )
 PAGE_SCORE = Operation(
@@ -49,6 +65,9 @@ PAGE_SCORE = Operation(
     Arg("num_pages", torch.int32, "B", layout="all"),
     Arg("scales", torch.float32, "pages ranges Hkv", optional=True, layout="all"),
     Result("scores", "query", "B Hq P"),
+    cpu=lambda call, query, summaries, host_page_table, num_pages, scales, scale: call(
+        scaled_query(query, scale), summaries, host_page_table, num_pages, scales
+    ),
     also=lambda tensors, sizes: check_divides("summaries", sizes["Hkv"], sizes["Hq"]),
 )
 

@@ -53,18 +53,15 @@ def page_score(
     blocks = triton.cdiv(group, options["QUERIES"])
     grid = (triton.cdiv(width, options["PAGES"]), kv_heads * blocks, batch)
     _score_kernel[grid](
-        query,
-        summaries.view(torch.uint8) if as_bytes else summaries,
-        host_page_table,
+        (query, *query.stride()),
+        (summaries.view(torch.uint8) if as_bytes else summaries, *summaries.stride()[:3]),
+        (host_page_table, *host_page_table.stride()),
         num_pages.contiguous(),
         scores,
         # Not read where there are no scales.
         query if scales is None else scales.contiguous(),
         scale,
         width,
-        *query.stride(),
-        *summaries.stride()[:3],
-        *host_page_table.stride(),
         q_heads,
         kv_heads,
         GROUP=group,
@@ -110,22 +107,14 @@ def _signed(source, start, stride, asked, DIM: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def _score_kernel(
-    query,  # [B, Hq, D]
-    summaries,  # [host pages, RANGES, Hkv, 2D]
-    host_page_table,  # [B, P]
+    query,  # [B, Hq, D], and its strides
+    summaries,  # [host pages, RANGES, Hkv, 2D], and its strides of pages, ranges and heads
+    host_page_table,  # [B, P], and its strides
     num_pages,  # [B]
     scores,  # [B, Hq, P]
     scales,  # [host pages, RANGES, Hkv], if SCALED
     scale,
     width,
-    query_request,
-    query_head,
-    query_dim,
-    stride_page,
-    stride_range,
-    stride_head,
-    stride_table,
-    stride_entry,
     q_heads,
     kv_heads,
     GROUP: tl.constexpr,
@@ -139,12 +128,15 @@ def _score_kernel(
     BYTES: tl.constexpr,
     SCALED: tl.constexpr,
 ):
+    query_data, query_request, query_head, query_dim = query
+    summary_data, stride_page, stride_range, stride_head = summaries
+    table, stride_table, stride_entry = host_page_table
     request = tl.program_id(2).to(tl.int64)
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
     head = tl.program_id(1) // blocks
     member = tl.program_id(1) % blocks * QUERIES + tl.arange(0, QUERIES)
     asked = member < GROUP
-    kind: tl.constexpr = tl.float16 if FP8 else summaries.dtype.element_ty
+    kind: tl.constexpr = tl.float16 if FP8 else summary_data.dtype.element_ty
     wide: tl.constexpr = tl.float32 if INTERPRETED and kind == tl.bfloat16 else kind
     once: tl.constexpr = COLUMNS >= 2 * DIM
 
@@ -158,10 +150,10 @@ def _score_kernel(
         tl.store(target, tl.full((PAGES, QUERIES), -float("inf"), tl.float32), mask=inside)
         return
     present = page < count
-    entry = host_page_table + request * stride_table + page * stride_entry
+    entry = table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
-    rows = summaries + host_page * stride_page + head * stride_head
-    source = query + request * query_request + (head * GROUP + member) * query_head
+    rows = summary_data + host_page * stride_page + head * stride_head
+    source = query_data + request * query_request + (head * GROUP + member) * query_head
     factor = tl.full((QUERIES,), scale, tl.float32)
     up = tl.full((QUERIES,), 1.0, tl.float32)
     q = _signed(source, 0, query_dim, asked, DIM, COLUMNS)
@@ -206,13 +198,11 @@ def page_summary(
         return
     dim_block = max(_CHANNELS, triton.next_power_of_2(dim))
     _summary_kernel[(pages, ranges * heads)](
-        keys,
-        summaries if scales is None else summaries.view(torch.uint8),
+        (keys, *keys.stride()),
+        (summaries if scales is None else summaries.view(torch.uint8), *summaries.stride()[:3]),
         host_pages.contiguous(),
         # Not written to where there are no scales.
         host_pages if scales is None else scales,
-        *keys.stride(),
-        *summaries.stride()[:3],
         summaries.shape[0],
         heads,
         RANGES=ranges,
@@ -257,17 +247,10 @@ def _outward_e4m3(x, UP: tl.constexpr):
 
 @triton.jit
 def _summary_kernel(
-    keys,  # [P, S, Hkv, D]
-    summaries,  # [host pages, RANGES, Hkv, 2D]
+    keys,  # [P, S, Hkv, D], and its strides
+    summaries,  # [host pages, RANGES, Hkv, 2D], and its strides of pages, ranges and heads
     host_pages,  # [P]
     scales,  # [host pages, RANGES, Hkv], if FP8
-    stride_page,
-    stride_token,
-    stride_head,
-    stride_dim,
-    stride_out_page,
-    stride_out_range,
-    stride_out_head,
     num_host_pages,
     heads,
     RANGES: tl.constexpr,
@@ -277,6 +260,8 @@ def _summary_kernel(
     NARROW: tl.constexpr,
     FP8: tl.constexpr,
 ):
+    key_data, stride_page, stride_token, stride_head, stride_dim = keys
+    summary_data, stride_out_page, stride_out_range, stride_out_head = summaries
     page, head = tl.program_id(0).to(tl.int64), tl.program_id(1) % heads
     part = tl.program_id(1) // heads
     target = tl.load(host_pages + page).to(tl.int64)
@@ -284,7 +269,7 @@ def _summary_kernel(
         return
     dim = tl.arange(0, DIM_BLOCK)
     there = dim < DIM
-    source = keys + page * stride_page + head * stride_head + dim * stride_dim
+    source = key_data + page * stride_page + head * stride_head + dim * stride_dim
     source += part * SIZE * stride_token
     high = tl.load(source, mask=there, other=0.0).to(tl.float32)
     low = high
@@ -292,7 +277,7 @@ def _summary_kernel(
         x = tl.load(source + t * stride_token, mask=there, other=0.0).to(tl.float32)
         high = tl.maximum(high, x, propagate_nan=tl.PropagateNan.ALL)
         low = tl.minimum(low, x, propagate_nan=tl.PropagateNan.ALL)
-    out = summaries + target * stride_out_page + part * stride_out_range
+    out = summary_data + target * stride_out_page + part * stride_out_range
     out += head * stride_out_head + dim
     if FP8:
         # See summary/reference.py.

@@ -7,7 +7,7 @@ values are the first columns of its keys, only K is moved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,45 +47,63 @@ def _tail_slots_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> Non
         raise KernelError(f"device.k: got shape {list(shape)}, expected {expected}")
 
 
+def _append_on_cpu(call: Callable[..., Any], *tensors: Any) -> None:
+    host_k, host_v, k, v, host_slots, device_k, device_v, tail_slots = tensors
+    SCATTER_TOKENS.on_cpu(host_k, host_v, k, v, host_slots)
+    k, v = row_tokens(k, v, tail_slots.shape[0])
+    SCATTER_TOKENS.on_cpu(device_k, device_v, k, v, tail_slots)
+
+
 GATHER_PAGES = Operation(
     __name__,
     "gather_pages",
-    Arg("src.k", None, "?L Ps Hs S Dk", on=(), host=True, layout="any"),
-    Arg("src.v", None, "?L Ps Hs S Dv", on=("src.k",), host=True, layout="any"),
+    Arg("src.k", None, "?L Ps Hs S Dk", on=(), layout="any"),
+    Arg("src.v", None, "?L Ps Hs S Dv", on=("src.k",), layout="any"),
     Arg("src_pages", _I32, "R K", on=_LISTS),
     Arg("dst.k", "src.k", "?L Pd Hd S Dk", on=(), written=True),
     Arg("dst.v", "src.v", "?L Pd Hd S Dv", on=("dst.k",), written=True),
     Arg("dst_pages", _I32, "R K", on=_LISTS),
+    cpu=True,
     also=_heads_fit,
 )
 SCATTER_TOKENS = Operation(
     __name__,
     "scatter_tokens",
-    Arg("dst.k", None, "?L P H S Dk", on=(), host=True, written=True),
-    Arg("dst.v", None, "?L P H S Dv", on=("dst.k",), host=True, written=True),
+    Arg("dst.k", None, "?L P H S Dk", on=(), written=True),
+    Arg("dst.v", None, "?L P H S Dv", on=("dst.k",), written=True),
     Arg("k", "dst.k", "?L T H Dk", on=(), layout="any"),
     Arg("v", "dst.v", "?L T H Dv", on=("k",), layout="any"),
     Arg("slots", _I64, "T", on=("cpu", "k", "dst.k")),
+    cpu=True,
+    cuda=lambda call, dst_k, dst_v, k, v, slots: call(
+        dst_k, dst_v, k, v, slots.to(cuda_device(k, dst_k), non_blocking=True)
+    ),
 )
 APPEND_TOKENS = Operation(
     __name__,
     "append_tokens",
-    Arg("host.k", None, "P H S Dk", on=(), host=True, written=True),
-    Arg("host.v", None, "P H S Dv", on=("host.k",), host=True, written=True),
+    Arg("host.k", None, "P H S Dk", on=(), written=True),
+    Arg("host.v", None, "P H S Dv", on=("host.k",), written=True),
     Arg("k", "host.k", "T H Dk", on=(), layout="any"),
     Arg("v", "host.v", "T H Dv", on=("k",), layout="any"),
     Arg("host_slots", _I64, "T", on=("cpu", "k", "host.k")),
     Arg("device.k", "host.k", "N Hr S Dk", on=(), written=True),
     Arg("device.v", "host.v", "N Hr S Dv", on=("device.k",), written=True),
     Arg("tail_slots", _I64, "R", on=("device.k",)),
+    cpu=_append_on_cpu,
+    cuda=True,
     also=_tail_slots_fit,
 )
 GATHER_TOKENS = Operation(
     __name__,
     "gather_tokens",
-    Arg("src.k", None, "?L P H S Dk", on=(), host=True, layout="any"),
-    Arg("src.v", None, "?L P H S Dv", on=("src.k",), host=True, layout="any"),
+    Arg("src.k", None, "?L P H S Dk", on=(), layout="any"),
+    Arg("src.v", None, "?L P H S Dv", on=("src.k",), layout="any"),
     Arg("slots", _I64, "T", on=()),
+    cpu=True,
+    cuda=lambda call, src_k, src_v, slots, k, v: call(
+        src_k, src_v, slots.to(k.device, non_blocking=True), k, v
+    ),
 )
 
 
@@ -191,7 +209,10 @@ def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[T
         KernelError: a tensor has another shape, dtype or device.
     """
     run = GATHER_TOKENS(impl, *src, slots)
-    k, v = run(src.k, None if _shares_memory(src) else src.v, slots)
+    k, src_v, v = new_tokens(src.k, slots), None, None
+    if not _shares_memory(src):
+        src_v, v = src.v, new_tokens(src.v, slots)
+    run(src.k, src_v, slots, k, v)
     return k, k[..., : src.v.shape[-1]] if v is None else v
 
 
@@ -215,7 +236,13 @@ def row_tokens(k: Tensor, v: Tensor | None, num_rows: int) -> tuple[Tensor, Tens
 
 
 def new_tokens(pages_kv: Tensor, slots: Tensor) -> Tensor:
-    """Uninitialised tokens of pages, ``[T, H, D]`` or ``[L, T, H, D]``, where the slots lie."""
+    """Uninitialised tokens of pages, ``[T, H, D]`` or ``[L, T, H, D]``."""
     *layers, _, heads, _, width = pages_kv.shape
     shape = (*layers, slots.shape[0], heads, width)
-    return torch.empty(shape, dtype=pages_kv.dtype, device=slots.device)
+    return torch.empty(shape, dtype=pages_kv.dtype, device=cuda_device(slots, pages_kv))
+
+
+def cuda_device(*tensors: Tensor) -> torch.device:
+    """The CUDA device among those of the tensors, else the first."""
+    devices = [tensor.device for tensor in tensors]
+    return next((device for device in devices if device.type == "cuda"), devices[0])

@@ -62,18 +62,16 @@ def append_tokens(
 
 
 def gather_tokens(
-    src_k: Tensor, src_v: Tensor | None, slots: Tensor
-) -> tuple[Tensor, Tensor | None]:
+    src_k: Tensor, src_v: Tensor | None, slots: Tensor, k: Tensor, v: Tensor | None
+) -> None:
     """See :func:`hisparse.kernels.gather_tokens`."""
     slots = slots.to(src_k.device)
     size = src_k.shape[-2]
-
-    def read(pages_kv: Tensor) -> Tensor:
-        x = pages_kv[..., slots // size, :, slots % size, :]
-        # PyTorch puts the dimension of separated indices first.
-        return x if x.ndim == 3 else x.transpose(0, 1)
-
-    return read(src_k), None if src_v is None else read(src_v)
+    for pages_kv, tokens in ((src_k, k), (src_v, v)):
+        if pages_kv is not None and tokens is not None:
+            x = pages_kv[..., slots // size, :, slots % size, :]
+            # PyTorch puts the dimension of separated indices first.
+            tokens.copy_(x if x.ndim == 3 else x.transpose(0, 1))
 
 
 def _layers(*pools: Tensor | None) -> list[Tensor]:

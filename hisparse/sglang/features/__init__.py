@@ -1,6 +1,6 @@
 """Optional features of a server: a file or a folder for each feature.
 
-Each can be deleted: what it serves, which ``start.py`` lists, is then refused. The names of those
+Each can be deleted: what it serves, which ``base.py`` lists, is then refused. The names of those
 that are on are passed to child processes in the environment.
 """
 
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hisparse.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hisparse.sglang.features.base import Feature
-    from hisparse.sglang.start import ModelKind, Option, Start
+    from hisparse.sglang.features.base import Feature, ModelKind, Option, Start
 
 __all__ = ["IN_USE", "all_features", "check_start", "enable", "enabled", "for_model"]
 
@@ -51,7 +50,7 @@ def check_start(start: Start) -> None:
         ConfigError: names an option whose feature is not installed, or the first option and what it
             does not go with.
     """
-    from hisparse.sglang.start import SERVED_BY_FEATURES
+    from hisparse.sglang.features.base import SERVED_BY_FEATURES
 
     for option in SERVED_BY_FEATURES:
         _check_installed(option, option.given(start))
@@ -76,7 +75,7 @@ def for_model(model_config: Any, name: str) -> tuple[Feature, ...]:
     Raises:
         ConfigError: one is not installed.
     """
-    from hisparse.sglang.start import MODEL_KINDS
+    from hisparse.sglang.features.base import MODEL_KINDS
 
     for kind in MODEL_KINDS:
         _check_installed(kind, name if kind.found(model_config) else "")

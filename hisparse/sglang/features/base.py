@@ -1,17 +1,65 @@
-"""The contract of a feature of the server: what it declares, and when it is called."""
+"""The contract of a feature of the server: what it declares, and when it is called.
+
+At the end stand the flags, keys and kinds of models that a feature serves or is not served with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
-from hisparse.config import HiSparseConfig
+from hisparse.algorithms import ALGORITHMS, build_algorithm
+from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.engine.build import EngineSetup
-from hisparse.sglang.model_shape import ModelShape
+from hisparse.sglang.models import ModelShape, hybrid_layers
 from hisparse.sglang.session import ServerSession
-from hisparse.sglang.start import ModelKind, Option, Start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a server is started with.
+
+    Attributes:
+        args: SGLang's ``ServerArgs``, not yet resolved.
+        config: the settings.
+        device: the type of device that SGLang will use, such as "cuda".
+    """
+
+    args: Any
+    config: HiSparseConfig
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A flag or a key.
+
+    Attributes:
+        given: the option as the start has it, flags with their value; "": it is not given.
+        expected: what to give in its place.
+        feature: name of the feature that serves it; "": it needs none.
+    """
+
+    given: Callable[[Start], str]
+    expected: str
+    feature: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKind:
+    """A kind of model that only a feature serves.
+
+    Attributes:
+        found: whether SGLang's ``ModelConfig`` is of the kind.
+        expected: another kind, in words.
+        feature: name of the feature.
+    """
+
+    found: Callable[[Any], bool]
+    expected: str
+    feature: str
 
 
 @dataclass(frozen=True)
@@ -80,13 +128,13 @@ class Feature:
         """Whether a model needs the feature; ``model_config`` is SGLang's ``ModelConfig``."""
         return any(kind.found(model_config) for kind in self.kinds)
 
-    def prepare(self, start: Start) -> HiSparseConfig:
-        """Set flags of ``start.args``; returns the settings of all processes of the server.
+    def prepare(self, start: Start) -> Mapping[str, Any]:
+        """Set flags of ``start.args``; returns settings that change, by name.
 
         Raises:
             ConfigError: flags contradict each other.
         """
-        return start.config
+        return {}
 
     @contextmanager
     def adjusting(self, server_args: Any) -> Iterator[None]:
@@ -104,10 +152,6 @@ class Feature:
 
     def register(self) -> None:
         """Register attention backends; runs in each process in which hooks are installed."""
-
-    def process_config(self, config: HiSparseConfig, server_args: Any) -> HiSparseConfig:
-        """The settings of this process."""
-        return config
 
     def own_layers(
         self, config: HiSparseConfig, shape: ModelShape, configurator: Any
@@ -150,9 +194,6 @@ class Feature:
     def prepare_draft(self, model: Any) -> None:
         """Change SGLang's draft model before it runs."""
 
-    def store_connected(self, session: ServerSession, linker: Any, options: Any) -> None:
-        """Called when the store below host memory is there; ``linker`` reads and writes it."""
-
     def batch(self, session: ServerSession, forward_batch: Any) -> Any:
         """The engine's batch of a forward in a mode of the feature's; None: another mode."""
         return None
@@ -160,3 +201,140 @@ class Feature:
     def totals(self, session: ServerSession) -> Mapping[str, int]:
         """The counters since the start."""
         return {}
+
+
+def above_one(flag: str, size: Callable[[Any], int | None], feature: str = "") -> Option:
+    """A number of ranks; ``size`` takes SGLang's arguments."""
+
+    def given(start: Start) -> str:
+        number = size(start.args) or 1
+        return f"{flag} {number}" if number > 1 else ""
+
+    return Option(given=given, expected=f"{flag} 1", feature=feature)
+
+
+def flag_set(flag: str, field: str) -> Option:
+    """A flag without a value; ``field`` of SGLang's arguments."""
+    return Option(
+        given=lambda start: flag if getattr(start.args, field) else "", expected="it unset"
+    )
+
+
+def _attention_replicas(args: Any) -> int:
+    # SGLang turns `--dp-size N --enable-dp-attention` into `--attn-dp-size N`.
+    size = int(args.attn_dp_size)
+    return max(size, int(args.dp_size)) if args.enable_dp_attention else size
+
+
+def _speculation(start: Start) -> str:
+    name = start.args.speculative_algorithm
+    return "" if name in (None, "NONE") else f"--speculative-algorithm {name}"
+
+
+def _disaggregation(*modes: str) -> Callable[[Start], str]:
+    def given(start: Start) -> str:
+        mode = start.args.disaggregation_mode
+        return f"--disaggregation-mode {mode}" if mode in modes else ""
+
+    return given
+
+
+def _storage(start: Start) -> str:
+    linker = start.args.enable_unified_cache_external_linker
+    return "storage" if linker or start.config.storage is not None else ""
+
+
+def _other_layout(start: Start) -> str:
+    layout = start.config.host_layout
+    return "" if layout in (None, "layer_first") else f"host_layout: {layout}"
+
+
+def _extension_of_all_layers(start: Start) -> str:
+    names = start.config.extensions
+    return next((name for name in names if EXTENSIONS.get(name).needs_all_layers), "")
+
+
+def _prompt_queries(start: Start) -> str:
+    window = build_algorithm(start.config).query_window
+    algorithm = f"algorithm {start.config.algorithm}"
+    return f"{algorithm}, which needs queries of a prompt's last {window} tokens" if window else ""
+
+
+def _indexer(start: Start) -> str:
+    name = start.config.algorithm
+    return f"algorithm {name}" if ALGORITHMS.get(name).indexer else ""
+
+
+def _has_indexer(model_config: Any) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    return bool(is_deepseek_dsa(model_config.hf_config))
+
+
+#: Models that mix attention with linear attention, convolution or state space layers.
+HYBRID: Final = ModelKind(
+    found=lambda model_config: hybrid_layers(model_config) is not None,
+    expected="a model with attention in every layer",
+    feature="hybrids",
+)
+WITH_INDEXER: Final = ModelKind(
+    found=_has_indexer, expected="a model without an indexer", feature="dsa"
+)
+MODEL_KINDS: Final = (HYBRID, WITH_INDEXER)
+
+RANKS: Final = above_one("--tp-size", lambda args: args.tp_size)
+PIPELINE: Final = above_one("--pp-size", lambda args: args.pp_size, "replicas")
+ATTENTION_REPLICAS: Final = above_one("--attn-dp-size", _attention_replicas, "replicas")
+REPLICAS: Final = above_one(
+    "--dp-size", lambda args: 1 if args.enable_dp_attention else args.dp_size, "replicas"
+)
+SPECULATION: Final = Option(
+    given=_speculation, expected="no --speculative-algorithm", feature="speculation"
+)
+PREFILL_OR_DECODE: Final = Option(
+    given=_disaggregation("prefill", "decode"),
+    expected="no --disaggregation-mode",
+    feature="disaggregation",
+)
+DECODE: Final = Option(given=_disaggregation("decode"), expected="no --disaggregation-mode")
+STORAGE: Final = Option(given=_storage, expected="no storage", feature="storage")
+INDEXER: Final = Option(
+    given=_indexer, expected="an algorithm without an indexer: sketch, quest", feature="dsa"
+)
+GPU: Final = Option(
+    given=lambda start: "" if start.device == "cpu" else f"device {start.device}", expected="cpu"
+)
+EXTENSION: Final = Option(
+    given=lambda start: next(iter(start.config.extensions), ""), expected="no extension"
+)
+#: Extensions that need all layers in one process.
+EXTENSION_OF_ALL_LAYERS: Final = Option(
+    given=_extension_of_all_layers, expected="no extension that needs all layers"
+)
+OVERLAP: Final = Option(
+    given=lambda start: "overlap: true" if start.config.overlap else "", expected="overlap: false"
+)
+REUSED_LAYERS: Final = Option(
+    given=lambda start: (
+        f"reuse_layers: {start.config.reuse_layers}" if start.config.reuse_layers > 1 else ""
+    ),
+    expected="reuse_layers: 1",
+)
+CUDA_GRAPHS: Final = Option(
+    given=lambda start: "cuda_graph: true" if start.config.cuda_graph is True else "",
+    expected='cuda_graph: "auto"',
+    feature="cuda_graphs",
+)
+#: SGLang's own pools are layer_first, and moved bytes are in their order.
+OTHER_LAYOUT: Final = Option(given=_other_layout, expected="host_layout: layer_first")
+PROMPT_QUERIES: Final = Option(
+    given=_prompt_queries,
+    expected="an algorithm that needs K alone: sketch, quest",
+    feature="prompt_queries",
+)
+
+#: What only a feature serves, refused without it.
+SERVED_BY_FEATURES: Final = (
+    PIPELINE, ATTENTION_REPLICAS, REPLICAS, SPECULATION, PREFILL_OR_DECODE, STORAGE, INDEXER,
+    CUDA_GRAPHS, PROMPT_QUERIES,
+)  # fmt: skip

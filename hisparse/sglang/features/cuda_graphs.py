@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hisparse.errors import AlgorithmError, CapacityError, one_line
-from hisparse.sglang.features.base import Feature
+from hisparse.sglang.features.base import CUDA_GRAPHS, Feature, Start
 from hisparse.sglang.session import current_session, errors_logged
-from hisparse.sglang.start import CUDA_GRAPHS, Start
 from hisparse.units import format_bytes
 
 logger = logging.getLogger("hisparse")

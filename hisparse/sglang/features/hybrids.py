@@ -14,11 +14,9 @@ from unittest.mock import patch
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, one_line
-from hisparse.sglang.features.base import Feature, Flag
-from hisparse.sglang.model_shape import ModelShape, hybrid_layers, name_of
-from hisparse.sglang.models import stand_in
+from hisparse.sglang.features.base import HYBRID, Feature, Flag
+from hisparse.sglang.models import ModelShape, hybrid_layers, name_of, stand_in
 from hisparse.sglang.session import current_session, errors_logged
-from hisparse.sglang.start import HYBRID
 
 logger = logging.getLogger("hisparse")
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hisparse.engine.metrics import CacheStats
+from hisparse.cache.counters import CacheStats
 from hisparse.sglang import features
-from hisparse.sglang.features.base import Feature
+from hisparse.sglang.features.base import Feature, Start
 from hisparse.sglang.metrics import COUNTERS, GAUGES, LAYER_COUNTERS, gauge_values
 from hisparse.sglang.session import ServerSession, current_session
-from hisparse.sglang.start import Start
 
 
 def _around_flush_cache(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hisparse.sglang.features.base import Feature
+from hisparse.sglang.features.base import PROMPT_QUERIES, Feature
 from hisparse.sglang.session import current_session
-from hisparse.sglang.start import PROMPT_QUERIES
 
 
 def _around_compute_max_prefix_len(

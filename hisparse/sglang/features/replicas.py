@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,7 @@ from hisparse.engine.capabilities import check_dense_layers
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import ranks
-from hisparse.sglang.features.base import Feature
-from hisparse.sglang.model_shape import ModelShape
-from hisparse.sglang.start import (
+from hisparse.sglang.features.base import (
     ATTENTION_REPLICAS,
     CUDA_GRAPHS,
     EXTENSION_OF_ALL_LAYERS,
@@ -22,8 +20,10 @@ from hisparse.sglang.start import (
     REPLICAS,
     REUSED_LAYERS,
     STORAGE,
+    Feature,
     Start,
 )
+from hisparse.sglang.models import ModelShape
 from hisparse.units import resolve_memory
 
 
@@ -37,18 +37,19 @@ class Replicas(Feature):
         ATTENTION_REPLICAS: (STORAGE, CUDA_GRAPHS),
     }
 
-    def prepare(self, start: Start) -> HiSparseConfig:
+    def prepare(self, start: Start) -> Mapping[str, Any]:
         """The settings that all replicas share."""
-        config = start.config
+        changes = dict[str, Any]()
         if REPLICAS.given(start):
             # Replicas start at times of their own, and each finds less free than the one before it.
-            host_bytes = resolve_memory(config.host_memory, free_host_memory(), "host_memory")
-            config = replace(config, host_memory=host_bytes)
+            changes["host_memory"] = resolve_memory(
+                start.config.host_memory, free_host_memory(), "host_memory"
+            )
         if ATTENTION_REPLICAS.given(start):
             # Whether a captured step can serve a step depends on its requests, and all ranks would
             # have to agree on it.
-            config = replace(config, cuda_graph=False)
-        return config
+            changes["cuda_graph"] = False
+        return changes
 
     def own_layers(
         self, config: HiSparseConfig, shape: ModelShape, configurator: Any

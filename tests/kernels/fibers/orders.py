@@ -49,9 +49,9 @@ def in_all_orders(call: Callable[[], Any], written: Iterable[Tensor]) -> Any:
 
 def in_orders(operation: Operation) -> Callable[..., Any]:
     """The operation's CUDA function under all orders. Triton does not run on fibers."""
-    if operation.own_module("cuda") is None:
+    function = operation.own("cuda")
+    if function is None:
         return operation.function("reference")
-    function = operation.function("cuda")
 
     def run(*args: Any) -> Any:
         def call() -> Any:
@@ -69,6 +69,8 @@ def in_orders(operation: Operation) -> Callable[..., Any]:
 
 
 def written(operation: Operation, args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among an implementation's arguments that it writes to, as declared."""
-    declared = zip(operation.arguments, tree_leaves(args), strict=False)
-    return [tensor for argument, tensor in declared if argument.written and tensor is not None]
+    """Tensors among an implementation's arguments that it writes to: declared ones, and more."""
+    leaves, count = tree_leaves(args), len(operation.arguments)
+    declared = zip(operation.arguments, leaves, strict=False)
+    written = [tensor for argument, tensor in declared if argument.written]
+    return [x for x in (*written, *leaves[count:]) if isinstance(x, Tensor)]

@@ -17,8 +17,8 @@ from tests.kernels.world import indexed
 def served_by_cuda(fibers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bookkeeping, selection and transfers by CUDA's sources, arithmetic by the CPU's."""
     for operation in OPERATIONS.values():
-        if (compiled := operation.own_module("cuda")) is not None:
-            monkeypatch.setitem(operation._modules, "cpu", compiled)
+        if (compiled := operation.own("cuda")) is not None:
+            monkeypatch.setitem(operation.functions, "cpu", compiled)
 
 
 def decode_with_a_broken_order(sim: Simulator, request: Request) -> None:

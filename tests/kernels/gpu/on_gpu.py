@@ -6,20 +6,26 @@ writes back what the operation wrote. What a tensor held in between is that of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from hisparse.kernels.arguments import Arg
 from hisparse.kernels.operation import Operation
 
 ON_GPU = "cuda-on-gpu"
 #: Where copies are made; a test without a GPU changes both.
 DEVICE_MEMORY: dict[str, Any] = {"device": "cuda"}
 PINNED_MEMORY: dict[str, Any] = {"pin_memory": True}
+#: Tensors that may lie in pinned host memory while the others of an operation are on a GPU.
+IN_HOST_MEMORY = {
+    "gather_pages": ("src.k", "src.v"),
+    "gather_tokens": ("src.k", "src.v"),
+    "scatter_tokens": ("dst.k", "dst.v"),
+    "append_tokens": ("host.k", "host.v"),
+}
 
 
 class _Copies:
@@ -66,14 +72,16 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def on_gpu(operation: Operation) -> Callable[..., Any]:
     """An operation's CUDA function, through copies on the GPU."""
-    return _through_copies(operation.function("cuda"), operation.arguments)
+    return _through_copies(operation.function("cuda"), operation)
 
 
-def _through_copies(function: Callable[..., Any], declared: Sequence[Arg]) -> Callable[..., Any]:
+def _through_copies(function: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
+    on_host = IN_HOST_MEMORY.get(operation.name, ())
+
     def run(*args: Any) -> Any:
         copies = _Copies()
         leaves, structure = tree_flatten(args)
-        host = [argument.host for argument in declared] + [False] * len(leaves)
+        host = [x.name in on_host for x in operation.arguments] + [False] * len(leaves)
         moved = [copies.of(x, pinned=pinned) for x, pinned in zip(leaves, host, strict=False)]
         result = function(*tree_unflatten(moved, structure))
         copies.write_back()

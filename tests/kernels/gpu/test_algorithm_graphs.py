@@ -80,7 +80,7 @@ def make_step(name: str, device: str) -> DecodeStep:
     lens = torch.tensor([30, 35, 40], dtype=torch.int32, device=device)
     rows = torch.arange(BATCH * policy.heads, device=device)
     tails = torch.ones_like(rows, dtype=torch.int32)
-    return DecodeStep(
+    step = DecodeStep(
         policy=policy,
         representations=kept.tensors,
         slots=torch.arange(BATCH, device=device),
@@ -89,11 +89,6 @@ def make_step(name: str, device: str) -> DecodeStep:
         max_pages=40,
         host_page_table=torch.randperm(BATCH * PAGES + 1, device=device)[1:].int().view(BATCH, -1),
         kv_io=Tails(kv, device),
-        indexer=IndexerInputs(
-            torch.randn(BATCH, 4, 32, device=device),
-            torch.randn(BATCH, 32, device=device),
-            torch.randn(BATCH, 4, device=device),
-        ),
         seq_lens_cpu=lens.cpu().numpy() * size + 1,
         host_slots=torch.zeros(BATCH, dtype=torch.int64, device=device),
         rows=rows,
@@ -102,6 +97,9 @@ def make_step(name: str, device: str) -> DecodeStep:
         row_tail_lens=tails,
         num_real_rows=torch.full((1,), len(rows), dtype=torch.int32, device=device),
     )
+    shapes = (BATCH, 4, 32), (BATCH, 32), (BATCH, 4)
+    step.use_indexer(IndexerInputs(*(torch.randn(x, device=device) for x in shapes)))
+    return step
 
 
 @pytest.mark.parametrize("name", NAMES)

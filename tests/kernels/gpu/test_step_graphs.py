@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.engine.graphs import StaticBatch
+from hisparse.engine.batches import StaticBatch
 from hisparse.testing.recording import record
 from hisparse.types import KVSpec, SelectionScope
 from hisparse_bench.random_requests import RandomRequests

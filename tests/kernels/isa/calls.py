@@ -6,8 +6,6 @@ spaces:
 =================================================== ==============================================
 ``call NAME``                                       the kernel
 ``buffer BYTES``                                    memory of one or more tensors before the call
-``pointer BUFFER OFFSET TARGET``                    buffer OFFSET bytes into BUFFER holds the
-                                                    address of buffer TARGET
 ``tensor BUFFER OFFSET CODE BITS NDIM SHAPE STRIDES`` an argument; CODE and BITS are DLPack's
 ``int VALUE``, ``float VALUE``, ``bool VALUE``      an argument
 ``none``                                            an argument: a tensor that is absent
@@ -29,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Call", "Captured", "Pointer", "Result", "View", "read_results", "write_calls"]
+__all__ = ["Call", "Captured", "Result", "View", "read_results", "write_calls"]
 
 #: DLPack's code and bits.
 _DTYPES = {
@@ -76,20 +74,12 @@ class View:
         return flat.as_strided(self.shape, self.strides)
 
 
-class Pointer(NamedTuple):
-    """``offset`` bytes into ``buffer`` stands the address of buffer ``target``."""
-
-    buffer: int
-    offset: int
-    target: int
-
-
 class Result(NamedTuple):
     """What a call left behind.
 
     Attributes:
         outcome: "ok", or the kernel's error, its class first.
-        buffers: the call's buffers after it; zeros in place of pointers.
+        buffers: the call's buffers after it.
     """
 
     outcome: str
@@ -103,7 +93,6 @@ class Call:
     name: str
     arguments: tuple[View | int | float | bool | None, ...]
     before: tuple[bytes, ...]
-    pointers: tuple[Pointer, ...]
 
     @property
     def views(self) -> list[View]:
@@ -117,8 +106,6 @@ class Call:
             yield f"buffer {len(memory)}\n".encode()
             yield memory
             yield b"\n"
-        for pointer in self.pointers:
-            yield "pointer {} {} {}\n".format(*pointer).encode()
         for argument in self.arguments:
             yield f"{_line(argument)}\n".encode()
         yield b"end\n"
@@ -142,18 +129,14 @@ class Captured:
         self._spans = _spans(arguments)
         views = {i: self._view(x) for i, x in enumerate(arguments) if isinstance(x, Tensor)}
         values = tuple(views.get(i, x) for i, x in enumerate(arguments))
-        self._pointers = tuple(self._links(name, arguments, values))
-        self.call = Call(name, values, tuple(map(bytes, self._read())), self._pointers)
+        self.call = Call(name, values, tuple(map(bytes, self._read())))
 
     def result(self, outcome: str) -> Result:
         """What the call left behind, once it has returned."""
         return Result(outcome, self._read())
 
     def _read(self) -> list[bytearray]:
-        buffers = [bytearray(span.read()) for span in self._spans.values()]
-        for pointer in self._pointers:
-            buffers[pointer.buffer][pointer.offset : pointer.offset + 8] = bytes(8)
-        return buffers
+        return [bytearray(span.read()) for span in self._spans.values()]
 
     def _view(self, tensor: Tensor) -> View:
         key = _storage(tensor)
@@ -161,22 +144,6 @@ class Captured:
         offset = tensor.data_ptr() - span.address if tensor.numel() else 0
         buffer = list(self._spans).index(key)
         return View(buffer, offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-    def _links(
-        self, name: str, arguments: Sequence[object], values: Sequence[object]
-    ) -> Iterator[Pointer]:
-        """The memory that a tensor of addresses leads to; graph_score alone has one."""
-        if name != "graph_score":
-            return
-        _, keys, _, _, addresses, tokens, _, _, links_per_token, *_ = arguments
-        view = values[4]
-        assert isinstance(keys, Tensor) and isinstance(addresses, Tensor)
-        assert isinstance(tokens, Tensor) and isinstance(links_per_token, int)
-        assert isinstance(view, View)
-        for i, (address, count) in enumerate(zip(addresses.tolist(), tokens.tolist(), strict=True)):
-            target = len(self._spans)
-            self._spans[-1 - i] = Span(address, keys.shape[1] * count * links_per_token * 4)
-            yield Pointer(view.buffer, view.offset + 8 * i, target)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -69,25 +69,12 @@ class Buffer {
   uint8_t* pages_;
 };
 
-// The address of buffer `target` stands in buffer `buffer`, at `offset`.
-struct Pointer {
-  size_t buffer, offset, target;
-};
-
 struct Call {
   std::string name;
   std::deque<Buffer> buffers;
-  std::vector<Pointer> pointers;
   std::deque<std::vector<int64_t>> shapes;  // of tensors, and their strides
   std::deque<DLTensor> tensors;
   std::vector<AnyView> arguments;
-
-  void set_pointers(bool present) {
-    for (const Pointer& p : pointers) {
-      const void* address = present ? buffers.at(p.target).data() : nullptr;
-      std::memcpy(buffers.at(p.buffer).data() + p.offset, &address, sizeof(address));
-    }
-  }
 };
 
 std::vector<int64_t> read_numbers(std::istream& in, int32_t count) {
@@ -119,9 +106,6 @@ void read_call(std::istream& in, Call& call) {
       in.get();  // The line's end.
       in.read(reinterpret_cast<char*>(call.buffers.emplace_back(bytes).data()),
               static_cast<std::streamsize>(bytes));
-    } else if (word == "pointer") {
-      Pointer& p = call.pointers.emplace_back();
-      in >> p.buffer >> p.offset >> p.target;
     } else if (word == "tensor") {
       read_tensor(in, call);
     } else if (word == "none") {
@@ -143,7 +127,6 @@ void read_call(std::istream& in, Call& call) {
 std::string run(const tvm::ffi::Module& library, Call& call) {
   const auto kernel = library->GetFunction(call.name);
   if (!kernel.has_value()) return "missing: no such kernel in the library";
-  call.set_pointers(true);
   std::string outcome = "ok";
   try {
     tvm::ffi::Any result;
@@ -152,7 +135,6 @@ std::string run(const tvm::ffi::Module& library, Call& call) {
   } catch (const tvm::ffi::Error& error) {
     outcome = error.kind() + ": " + error.message();
   }
-  call.set_pointers(false);
   for (const Buffer& buffer : call.buffers) {
     if (!buffer.untouched_before()) outcome = "overrun: wrote before a tensor";
   }

@@ -175,10 +175,7 @@ SCENARIOS = (
     ),
     Scenario(
         name="dipr",
-        config={
-            "algorithm": "dipr",
-            "algorithm_config": {"alpha": 0.5, "index": "fine", "capacity_threshold": 8},
-        },
+        config={"algorithm": "dipr", "algorithm_config": {"alpha": 0.5}},
         chunks=False,
     ),
     # Eight bits magnify float32 noise.

@@ -8,28 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from hisparse.algorithms import ALGORITHMS
-from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.restored import TransferredRequests
 from hisparse.errors import CapacityError
-from hisparse.sglang.features.base import Demand, Feature, Flag
-from hisparse.sglang.features.disaggregation.transfer import (
-    IndexerTransfers,
-    Transfers,
-    scale_buffers,
-)
-from hisparse.sglang.hooks import around_write
-from hisparse.sglang.model_shape import ModelShape
-from hisparse.sglang.session import ServerSession, current_session, current_state
-from hisparse.sglang.start import (
+from hisparse.sglang.features.base import (
     ATTENTION_REPLICAS,
     DECODE,
     OTHER_LAYOUT,
@@ -40,15 +30,31 @@ from hisparse.sglang.start import (
     REPLICAS,
     SPECULATION,
     STORAGE,
+    Demand,
+    Feature,
+    Flag,
     Start,
 )
+from hisparse.sglang.features.disaggregation.transfer import (
+    IndexerTransfers,
+    Transfers,
+    scale_buffers,
+)
+from hisparse.sglang.hooks import around_write
+from hisparse.sglang.models import ModelShape
+from hisparse.sglang.session import ServerSession, current_session, current_state
 
 __all__ = ["Disaggregation", "around_try_ensure_parallel_info"]
 
 logger = logging.getLogger("hisparse")
 
-#: Keeps no representations.
-_KEEPS_NOTHING = "streaming"
+#: Settings of an algorithm that keeps no representations.
+_SELECTS_NOTHING: Final[dict[str, Any]] = {
+    "algorithm": "streaming",
+    "algorithm_config": {},
+    "selection_scope": None,
+    "reuse_layers": 1,
+}
 
 
 @dataclass
@@ -133,7 +139,7 @@ def _around_setup_state_kv_args(
     host, tokens = token_to_kv_pool.host, token_to_kv_pool.page_size
     size, entries = host.kv.page_size, session.coordinator.stored_entries()
     kinds = [f"{name} {entries[name].dtype}" for name in sorted(entries)]
-    if host.format.encoded:
+    if host.format is not host.format.plain:
         kinds.append(f"{host.kv.kv_cache_dtype} in pages of {size} tokens")
     if host.format.num_scales:
         first = token_to_kv_pool.start_layer
@@ -225,40 +231,30 @@ class Disaggregation(Feature):
         ),
     }
 
-    def prepare(self, start: Start) -> HiSparseConfig:
-        """Set the flags that the command line does not give."""
-        args, mode = start.args, start.args.disaggregation_mode
-        if mode == "decode" and args.disaggregation_decode_retraction_backup is None:
-            # SGLang would else allocate a second pool in host memory, as large as its device pool.
-            args.disaggregation_decode_retraction_backup = "cpu_tensor"
-        if mode == "prefill" and start.device == "cpu":
-            # SGLang would else make a CUDA event, in the overlapped loop for a cached prefix, and
-            # for indices in page-locked memory unless all context-parallel ranks send; here that is
-            # one.
-            args.disable_overlap_schedule = True
-            os.environ.setdefault("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "1")
-        return start.config
-
-    def process_config(self, config: HiSparseConfig, server_args: Any) -> HiSparseConfig:
-        """The settings of a server that only prefills or only decodes.
+    def prepare(self, start: Start) -> Mapping[str, Any]:
+        """Set the flags that the command line does not give, and the settings of such a server.
 
         A prefill server never decodes, so no algorithm selects there and no representations are
         kept. An indexer's keys are kept: they move, and prompts are attended as the indexer
         selects.
         """
-        config = replace(config, host_layout="layer_first")
-        if server_args.disaggregation_mode == "decode":
-            return config
-        config = replace(config, extensions={})
-        if ALGORITHMS.get(config.algorithm).indexer:
-            return config
-        return replace(
-            config,
-            algorithm=_KEEPS_NOTHING,
-            algorithm_config={},
-            selection_scope=None,
-            reuse_layers=1,
-        )
+        args, changes = start.args, dict[str, Any](host_layout="layer_first")
+        if args.disaggregation_mode == "decode":
+            if args.disaggregation_decode_retraction_backup is None:
+                # SGLang would else allocate a second pool in host memory, as large as its device
+                # pool.
+                args.disaggregation_decode_retraction_backup = "cpu_tensor"
+            return changes
+        if start.device == "cpu":
+            # SGLang would else make a CUDA event, in the overlapped loop for a cached prefix, and
+            # for indices in page-locked memory unless all context-parallel ranks send; here that is
+            # one.
+            args.disable_overlap_schedule = True
+            os.environ.setdefault("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "1")
+        changes["extensions"] = {}
+        if not ALGORITHMS.get(start.config.algorithm).indexer:
+            changes |= _SELECTS_NOTHING
+        return changes
 
     def demand(self, configurator: Any, shape: ModelShape) -> Demand:
         """Slots of requests that are on their way."""

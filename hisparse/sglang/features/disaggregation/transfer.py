@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from hisparse.cache import HostKVPool
-from hisparse.cache.kv_io import read_tokens, write_tokens
+from hisparse.cache.serializer import PageSerializer
 from hisparse.errors import HiSparseError
 from hisparse.sglang.session import errors_logged, require_session
-from hisparse.types import StoredKV
 
 
 class Buffers(NamedTuple):
@@ -80,44 +79,17 @@ def _buffers(parts: Iterable[Tensor], pages: int) -> Buffers:
     return found
 
 
-class TokenCopies(NamedTuple):
-    """Copies of a request's tokens.
-
-    Attributes:
-        layers: K and V of each layer as stored, ``[T, H, D]``.
-        entries: by name, ``[L, pages, ...]``.
-    """
-
-    layers: list[StoredKV]
-    entries: dict[str, Tensor]
-
-    def restore(self, host: HostKVPool, entries: Mapping[str, Tensor], slots: Tensor) -> None:
-        """Write them to ``slots [T]`` of the pool, and to their pages in ``entries``."""
-        slots = slots.cpu().long()
-        for layer, tokens in enumerate(self.layers):
-            write_tokens(tokens, host.stored(layer), slots)
-        for name, copied in self.entries.items():
-            entry = _indexable(entries[name])
-            entry[:, _pages(host, slots).to(entry.device)] = copied.to(entry.device)
+def copy_pages(form: PageSerializer, slots: Tensor) -> Tensor:
+    """Copies ``[pages, bytes] uint8`` of ``slots [T]``, which begin at the start of a page."""
+    pages = form.host_pages(slots)
+    copies = torch.empty(len(pages), form.record_bytes, dtype=torch.uint8)
+    form.read(pages, copies)
+    return copies
 
 
-def copy_tokens(host: HostKVPool, entries: Mapping[str, Tensor], slots: Tensor) -> TokenCopies:
-    """Copy the tokens at ``slots [T]``, which begin at the start of a page."""
-    slots = slots.cpu().long()
-    layers = [read_tokens(host.stored(layer), slots) for layer in range(host.kv.num_layers)]
-    pages = _pages(host, slots)
-    copied = {n: _indexable(x)[:, pages.to(x.device)].cpu() for n, x in entries.items()}
-    return TokenCopies(layers, copied)
-
-
-def _pages(host: HostKVPool, slots: Tensor) -> Tensor:
-    size = host.kv.page_size
-    return slots[::size] // size
-
-
-def _indexable(entries: Tensor) -> Tensor:
-    """PyTorch does not index float8."""
-    return entries.view(torch.uint8) if entries.dtype.itemsize == 1 else entries
+def restore_pages(form: PageSerializer, copies: Tensor, slots: Tensor) -> None:
+    """Write the copies of :func:`copy_pages` to the pages at ``slots [T]``."""
+    form.write(form.host_pages(slots), copies)
 
 
 class Transfers:
@@ -131,13 +103,16 @@ class Transfers:
         with errors_logged():
             return kv_buffers(self.host, self.page_size)
 
-    def get_cpu_copy(self, indices: Tensor, *_: Any, **__: Any) -> TokenCopies:
+    def get_cpu_copy(self, indices: Tensor, *_: Any, **__: Any) -> Tensor:
         """Copy the tokens at ``indices [T]`` of a request that a decode server retracts."""
-        return copy_tokens(self.host, _stored_entries(), indices)
+        return copy_pages(self._serializer(), indices)
 
-    def load_cpu_copy(self, copies: TokenCopies, indices: Tensor, *_: Any, **__: Any) -> None:
+    def load_cpu_copy(self, copies: Tensor, indices: Tensor, *_: Any, **__: Any) -> None:
         """Write the copies of :meth:`get_cpu_copy` to ``indices [T]``."""
-        copies.restore(self.host, _stored_entries(), indices)
+        restore_pages(self._serializer(), copies, indices)
+
+    def _serializer(self) -> PageSerializer:
+        return PageSerializer(self.host, self.host.kv.page_size, _stored_entries())
 
 
 class IndexerTransfers(Transfers):

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup
 from hisparse.errors import ConfigError
-from hisparse.sglang.features.base import Demand, Feature, Flag
-from hisparse.sglang.features.speculation import draft_model
-from hisparse.sglang.features.speculation.chains import DraftMoves, Drafts
-from hisparse.sglang.model_shape import ModelShape
-from hisparse.sglang.names import DRAFT_BACKEND
-from hisparse.sglang.session import ServerSession, current_state
-from hisparse.sglang.start import (
+from hisparse.sglang.features.base import (
     ATTENTION_REPLICAS,
     EXTENSION,
     GPU,
@@ -25,10 +19,18 @@ from hisparse.sglang.start import (
     REPLICAS,
     SPECULATION,
     STORAGE,
+    Demand,
+    Feature,
+    Flag,
     Option,
     Start,
     flag_set,
 )
+from hisparse.sglang.features.speculation import draft_model
+from hisparse.sglang.features.speculation.chains import DraftMoves, Drafts
+from hisparse.sglang.install import DRAFT_BACKEND
+from hisparse.sglang.models import ModelShape
+from hisparse.sglang.session import ServerSession, current_state
 
 __all__ = ["Speculation", "around_run_eagle_verify", "check_rollback", "draft_tokens"]
 
@@ -137,13 +139,13 @@ def check_rollback(setup: EngineSetup, speculation: str) -> None:
     Raises:
         ConfigError: it keeps state of requests, which would keep what rejected drafts did to it.
     """
-    algorithm, name = setup.algorithm, setup.resolved.config.algorithm
-    kinds = algorithm.representations(setup.policy).values()
-    if algorithm.host_token_bytes(setup.spec) or any(kind.per == "request" for kind in kinds):
+    name = setup.resolved.config.algorithm
+    kinds = setup.algorithm.representations(setup.policy).values()
+    if any(kind.per == "request" for kind in kinds):
         raise ConfigError(
             f"--speculative-algorithm is {speculation}, but algorithm {name!r} "
             "keeps state of requests; expected one that keeps state of pages alone: sketch, quest, "
-            "dsa, topp"
+            "dsa, topp, dipr"
         )
 
 
@@ -181,10 +183,10 @@ class Speculation(Feature):
         ),
     }
 
-    def prepare(self, start: Start) -> HiSparseConfig:
+    def prepare(self, start: Start) -> Mapping[str, Any]:
         """Let SGLang draft chains."""
         _make_chains(start.args)
-        return start.config
+        return {}
 
     def check(self, server_args: Any, config: HiSparseConfig) -> None:
         """Require that a draft model is named; SGLang itself names that of DeepSeek's models.

@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hisparse.sglang.names import DRAFT_BACKEND
+from hisparse.sglang.install import DRAFT_BACKEND
 
 #: Queries that attend at once, which bounds the mask.
 _QUERIES = 512

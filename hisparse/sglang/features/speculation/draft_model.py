@@ -11,9 +11,8 @@ import torch
 
 from hisparse.errors import ConfigError
 from hisparse.sglang import features
-from hisparse.sglang.model_shape import hybrid_layers, name_of
-from hisparse.sglang.models import use_absorbed_mla
-from hisparse.sglang.names import DRAFT_BACKEND
+from hisparse.sglang.install import DRAFT_BACKEND
+from hisparse.sglang.models import hybrid_layers, name_of, use_absorbed_mla
 from hisparse.types import KVSpec
 
 

@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Final
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import model_settings
-from hisparse.sglang.features.base import Feature
-from hisparse.sglang.features.storage.key import AdapterKeys
-from hisparse.sglang.features.storage.setup import check_told_apart, request_linker
-from hisparse.sglang.features.storage.state import COUNTERS, StorageState
+from hisparse.errors import ConfigError, quoted
+from hisparse.options import StorageOptions, from_options
+from hisparse.sglang.features.base import STORAGE, Feature, Option, Start
+from hisparse.sglang.features.storage.calls import COUNTERS
+from hisparse.sglang.features.storage.key import AdapterKeys, StorageState
+from hisparse.sglang.features.storage.swap import around_release_req
 from hisparse.sglang.session import ServerSession, current_state
-from hisparse.sglang.start import STORAGE, Option, Start
+from hisparse.storage.fingerprint import model_settings, rope_types
 
-__all__ = ["Storage", "around_request"]
+__all__ = ["Storage", "around_request", "check_told_apart", "read_options"]
+
+_LINKER: Final = {
+    "linker": "HiSparseLinker",
+    "linker_module_path": "hisparse.sglang.features.storage.linker",
+}
+_FLAG: Final = "--unified-cache-external-linker-config"
+#: Names of a rotary embedding of which SGLang picks the long or the short factors by the longest
+#: position of a whole batch.
+_LONGROPE: Final = {"longrope", "su"}
 
 
 def around_request(original: Callable[..., None], request: Any, *args: Any, **options: Any) -> None:
@@ -64,6 +75,74 @@ EPLB = Option(
 )
 
 
+def request_linker(server_args: Any, config: HiSparseConfig) -> None:
+    """Set SGLang's flags for the key ``storage``, or check those of the command line.
+
+    Raises:
+        ConfigError: the radix cache is off, or the flags ask for another linker than that of
+            hisparse.
+    """
+    if server_args.disable_radix_cache:
+        raise ConfigError(
+            "--disable-radix-cache is given, but storage keeps prefixes of the radix cache; "
+            "expected one of the two"
+        )
+    if config.storage is not None:
+        wanted = _LINKER | {"linker_extra_config": asdict(config.storage)}
+        given = server_args.unified_cache_external_linker_config
+        if given not in (None, wanted):
+            raise ConfigError(
+                f"storage is set and {_FLAG} is {quoted(given)}; expected one of the two"
+            )
+        server_args.enable_unified_cache_external_linker = True
+        server_args.unified_cache_external_linker_backend = "dynamic"
+        server_args.unified_cache_external_linker_config = wanted
+    linker = server_args.unified_cache_external_linker_config or {}
+    found = {name: linker.get(name) for name in _LINKER}
+    if server_args.unified_cache_external_linker_backend != "dynamic" or found != _LINKER:
+        raise ConfigError(
+            f"--unified-cache-external-linker-backend is "
+            f"{server_args.unified_cache_external_linker_backend} with {quoted(linker)}; expected "
+            f"dynamic with {_LINKER}, the only linker that reads hisparse's host pool"
+        )
+    read_options(linker.get("linker_extra_config") or {})
+
+
+def check_told_apart(server_args: Any, model: Any) -> None:
+    """Require that the keys of pages name all that K and V depend on.
+
+    Args:
+        server_args: SGLang's arguments, resolved.
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        ConfigError: they depend on more.
+    """
+    if server_args.forward_hooks:
+        got = "--forward-hooks, whose code may change K and V"
+    elif rope_types(model.hf_text_config) & _LONGROPE:
+        got = "a model with longrope, whose keys depend on the other requests of a batch"
+    elif model.is_multimodal:
+        got = (
+            "a model of images or audio, of which SGLang's keys name the content and not the shape"
+        )
+    else:
+        return
+    raise ConfigError(
+        f"storage: got {got}; expected no storage, or a model and flags with which its weights and "
+        "the tokens alone decide K and V"
+    )
+
+
+def read_options(extra_config: Any) -> StorageOptions:
+    """The options of the storage in ``linker_extra_config``.
+
+    Raises:
+        ConfigError: an option is unknown or invalid.
+    """
+    return from_options(StorageOptions, "storage", _FLAG, dict(extra_config or {}))
+
+
 class Storage(Feature):
     """SGLang's external linker is switched on, and pages are told apart by what they depend on."""
 
@@ -72,15 +151,16 @@ class Storage(Feature):
     excludes = {EPLB: (STORAGE,), OFFLOADED: (STORAGE,)}
     hooks = {
         "sglang.srt.managers.schedule_batch.Req.__init__": around_request,
+        "sglang.srt.managers.schedule_batch.release_req": around_release_req,
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         "._select_runners": _around_select_runners,
     }
     counters = COUNTERS
 
-    def prepare(self, start: Start) -> HiSparseConfig:
+    def prepare(self, start: Start) -> Mapping[str, Any]:
         """Ask SGLang for the linker."""
         request_linker(start.args, start.config)
-        return start.config
+        return {}
 
     def check(self, server_args: Any, config: HiSparseConfig) -> None:
         """Require that the keys of pages name all that K and V depend on."""

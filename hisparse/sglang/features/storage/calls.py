@@ -1,7 +1,7 @@
-"""Calls to a store that may fail, hang or be slow.
+"""Calls to a store that may fail, hang or be slow, and what is counted of them.
 
-They run in threads with a time limit; a store that failed is left alone for a while, and late calls
-are kept out of the KV pool.
+Calls run in threads with a time limit; a store that failed is left alone for a while, and late
+calls are kept out of the KV pool.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
 from hisparse.errors import one_line
-from hisparse.sglang.features.storage.state import StorageCounters
 
 logger = logging.getLogger("hisparse")
 
@@ -27,6 +26,48 @@ T = TypeVar("T")
 _MIN_RATE: Final = 256 * 2**20
 #: Seconds without calls after a fault; doubled by each further fault up to the second number.
 _PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
+
+#: Name of each counter, and what it counts.
+COUNTERS: Final = {
+    "storage_found_pages": "Pages that lookups found; a waiting request repeats its lookup",
+    "storage_absent_pages": "Pages that lookups did not find; a waiting request repeats its lookup",
+    "storage_loaded_pages": "Pages read from the store into host memory",
+    "storage_loaded_bytes": "Bytes read from the store into host memory",
+    "storage_load_ms": "Time that loads took, in milliseconds",
+    "storage_built_pages": "Loaded pages whose representations are built from their keys",
+    "storage_failed_loads": "Loads that did not get all pages; their requests compute the prompt",
+    "storage_damaged_pages": "Pages that were read with a wrong checksum, and not used",
+    "storage_lost_pages": "Pages that were looked up and found, and then not read",
+    "storage_offloaded_pages": "Pages written to the store",
+    "storage_offloaded_bytes": "Bytes written to the store",
+    "storage_known_pages": "Pages that were not written because the store has them",
+    "storage_inexact_pages": "Pages that were not written because sparse steps led to them",
+    "storage_failed_offloads": "Groups of pages that were not written, or not all of them",
+    "storage_swapped_pages": "Pages of retracted requests that were written to the store",
+    "storage_swapped_in_pages": "Pages of retracted requests that were read back",
+    "storage_failed_swaps": "Retracted requests whose pages were not written, or not read back",
+    "storage_late_calls": "Calls to the store that took longer than timeout_s",
+    "storage_errors": "Calls to the store that ended with an error",
+}
+
+
+class StorageCounters:
+    """Totals since the start; threads may add at the same time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals = dict.fromkeys(COUNTERS, 0)
+
+    def add(self, **amounts: int) -> None:
+        """Add to counters, named without ``storage_``."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._totals[f"storage_{name}"] += amount
+
+    def totals(self) -> dict[str, int]:
+        """All totals, by the names of :data:`COUNTERS`."""
+        with self._lock:
+            return dict(self._totals)
 
 
 class Workers:

@@ -1,4 +1,4 @@
-"""What decides K and V of a server: the namespace of its pages, and the keys of its adapters."""
+"""What decides K and V of a server: the model, the namespace of its pages, its adapters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -15,11 +16,12 @@ import xxhash
 from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
-from hisparse.engine.fingerprint import fingerprint, page_namespace, tensor_digests
-from hisparse.sglang.features.storage.state import StorageState
+from hisparse.model_config import rotary_frequencies, text_config
+from hisparse.sglang.features.storage.calls import StorageCounters
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import ServerSession
 from hisparse.storage import Namespace
+from hisparse.storage.fingerprint import fingerprint, page_namespace, tensor_digests
 
 logger = logging.getLogger("hisparse")
 
@@ -33,6 +35,51 @@ _LAST_ROW: Final = 4096
 _LAYER: Final = re.compile(r"\.(\d+)\.")
 #: Rows of an unexpected table that tell it from others. Tables grow while a server runs.
 _TABLE_ROWS: Final = 64
+
+
+@dataclass(kw_only=True)
+class StorageState:
+    """The state of one rank.
+
+    Attributes:
+        model: SGLang's model.
+        model_config: the model's configuration, of transformers.
+        model_settings: its settings that differ from defaults.
+        counters: of what the storage does.
+        adapter_key: takes SGLang's id of a LoRA adapter; the adapter's name in keys of pages.
+        rests: whether the storage is not used: until a flush of all ranks, since the pages in host
+            memory may be of other weights.
+        fingerprint: of the model, taken at its last flush; "": an update began since.
+        weight_updater: SGLang's manager of updates; None: none has begun.
+    """
+
+    model: Any
+    model_config: Any
+    model_settings: Mapping[str, object]
+    counters: StorageCounters = field(default_factory=StorageCounters)
+    adapter_key: Callable[[str], str] | None = None
+    rests: bool = True
+    fingerprint: str = ""
+    weight_updater: Any = None
+
+    def note_update(self, updater: Any) -> None:
+        """Let the storage rest until a flush: host memory has K and V of the old weights.
+
+        Args:
+            updater: SGLang's ``SchedulerWeightUpdaterManager``, whose update begins, goes on or
+                ends. It may fail midway, and weights may come by RDMA until it ends.
+        """
+        if self.fingerprint:
+            logger.warning(
+                "hisparse: storage: an update of the weights began; the store is not used until a "
+                "flush after its end (/flush_cache, unless the update flushes itself)"
+            )
+        self.rests, self.fingerprint, self.weight_updater = True, "", updater
+
+    @property
+    def update_is_open(self) -> bool:
+        """Whether SGLang waits for more weights: from ``begin`` to ``end_weight_update``."""
+        return self.weight_updater is not None and self.weight_updater._session is not None
 
 
 def model_fingerprint(state: StorageState) -> str:
@@ -123,8 +170,6 @@ def rope_differences(model: Any, config: Any) -> list[str]:
         A text for each layer with another table, or that rotates in another order of channels;
         usually none. Layers without a table of SGLang's are left out.
     """
-    from hisparse.transformers.model_shape import rotary_frequencies, text_config
-
     text, expected = text_config(config), dict(rotary_frequencies(config))
     types = getattr(text, "layer_types", None) or ()
     found, seen = [], {}

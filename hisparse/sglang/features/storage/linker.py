@@ -21,28 +21,23 @@ from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
 from hisparse.options import StorageOptions
-from hisparse.sglang import features
+from hisparse.sglang.features.storage import read_options
 from hisparse.sglang.features.storage.calls import StorageHealth, Workers
-from hisparse.sglang.features.storage.key import make_namespace, model_fingerprint
-from hisparse.sglang.features.storage.load import PageLoader
-from hisparse.sglang.features.storage.offload import PageWriter
-from hisparse.sglang.features.storage.page_storage import CHECKSUM_BYTES, PageStorage, RecordBuffer
+from hisparse.sglang.features.storage.key import StorageState, make_namespace, model_fingerprint
+from hisparse.sglang.features.storage.pages import open_storage
 from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.features.storage.representations import (
-    StoredRepresentations,
-    make_stored_representations,
     representation_namespace,
+    representation_records,
 )
-from hisparse.sglang.features.storage.setup import create_backend, read_options
-from hisparse.sglang.features.storage.state import StorageState
+from hisparse.sglang.features.storage.swap import connect_swap
+from hisparse.sglang.features.storage.transfers import PageLoader, PageWriter
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import errors_logged, require_session
 from hisparse.units import format_bytes
 
 logger = logging.getLogger("hisparse")
 
-#: Bytes of a block: what one call reads or writes.
-_BLOCK_BYTES = 8 * 2**20
 #: Share of the KV pool that may wait to be written.
 _MAX_WAITING = 0.5
 
@@ -62,7 +57,6 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ranks: the ranks of the server.
         exact: flags of pages.
         records: of pages that servers share.
-        namespace: of these records, for the weights that the model has now.
         own_pages: finds and loads pages that one request alone can load; None: there are none.
     """
 
@@ -82,7 +76,6 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         state = session.get(StorageState)
         assert state is not None, "the session of a server with a linker has it"
         self._state = state
-        self.own_pages: Any = None
         self.layer_done_counter = LayerWiseLoadCounter(session.spec.num_layers)
         self.ranks = LinkerRanks.of(params, shared=pool.host.format.replicated)
         coordinator = session.coordinator
@@ -95,56 +88,42 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._admitted: dict[str, Tensor] = {}
 
     def _connect(self, options: StorageOptions, num_pages: int) -> None:
-        """Make the store, and the threads that read and write it."""
-        record_bytes, checksums = self.form.record_bytes, options.backend != "file"
-        row_bytes = record_bytes + (CHECKSUM_BYTES if checksums else 0)
-        block_rows = max(1, _BLOCK_BYTES // row_bytes)
-        # A block for each reader, and two for the writer.
-        buffer = RecordBuffer(options.threads + 2, block_rows, row_bytes)
-        backend = create_backend(options, buffer, self.ranks.rank, self.ranks.size)
-        self._storage = PageStorage(backend, buffer, checksums=checksums)
-        counters = self._state.counters
-        self._health = health = StorageHealth(counters, options.timeout_s)
-        self.records = RecordStore(
-            storage=self._storage,
-            form=self.form,
-            buffer=buffer,
-            health=health,
-            counters=counters,
+        """Open the store, and make the threads that read and write it."""
+        session, state, form, ranks = self._session, self._state, self.form, self.ranks
+        storage = open_storage(options, form.record_bytes, ranks.rank, ranks.size)
+        self._health = health = StorageHealth(state.counters, options.timeout_s)
+        self.records = records = RecordStore(
+            storage=storage, form=form, health=health, counters=state.counters
         )
         max_waiting = int(num_pages * _MAX_WAITING)
-        self._loader = PageLoader(self.records, options.threads)
-        self._writers = [PageWriter(self.records, self.exact, max_waiting)]
-        self._representations: StoredRepresentations | None = None
-        self._state.fingerprint = model_fingerprint(self._state)
+        self._loaders = [PageLoader(records, options.threads)]
+        self._writers = [PageWriter(records, self.exact, max_waiting)]
+        self._representations: RecordStore | None = None
+        state.fingerprint = model_fingerprint(state)
         self._use_namespace()
         logger.info(
             "hisparse: storage: backend %s, pages of %d tokens and %s in %d parts, timeout_s %g, "
             "staging %s",
             options.backend,
-            self.form.page_tokens,
-            format_bytes(record_bytes),
-            len(self.form.part_bytes),
+            form.page_tokens,
+            format_bytes(form.record_bytes),
+            len(form.part_bytes),
             options.timeout_s,
-            format_bytes(buffer.data.nbytes),
+            format_bytes(storage.buffer.data.nbytes),
         )
-        self._representations = make_stored_representations(
-            self._session, options, self.records, self.namespace, self.exact, max_waiting
-        )
-        if self._representations is not None:
-            self._writers.append(self._representations.writer)
-        for feature in features.enabled():
-            feature.store_connected(self._session, self, options)
+        self._representations = representation_records(session, options, records)
+        if (stored := self._representations) is not None:
+            self._loaders.append(PageLoader(stored, 1, "their representations are built"))
+            self._writers.append(PageWriter(stored, self.exact, max_waiting))
+        self.own_pages = connect_swap(session, self, options)
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
-        self.namespace = make_namespace(
-            self._session, self._state.fingerprint, self.form, self.ranks
-        )
-        self._storage.use(self.namespace)
+        namespace = make_namespace(self._session, self._state.fingerprint, self.form, self.ranks)
+        self.records.namespace = namespace
         if (stored := self._representations) is not None:
-            size = stored.record_bytes
-            stored.use(representation_namespace(self.namespace, self._session, size))
+            size = stored.form.record_bytes
+            stored.namespace = representation_namespace(namespace, self._session, size)
         self._state.rests = False
 
     def rests(self) -> bool:
@@ -172,7 +151,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _find(self, rid: str, names: list[str]) -> int:
         """Length of the longest prefix of the pages ``names`` that this rank can load."""
         first = self._first_own(rid, names)
-        found = self._loader.find(names[:first])
+        found = self._loaders[0].find(names[:first])
         if found == first and self.own_pages is not None:
             found += self.own_pages.find(rid, names[first:])
         return found
@@ -205,19 +184,19 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Load ``first`` pages that all servers share, then those of the request itself."""
         end = first * self.form.pages_per_record
         if first:
-            if not self._loader.load(names[:first], pages[:end], ready):
+            if not self._loaders[0].load(names[:first], pages[:end], ready):
                 return False
             self.exact.set_exact(pages[:end])
         if self.own_pages is None or first == len(names):
             return True
-        return bool(self.own_pages.load(rid, names[first:], pages[end:], ready))
+        return self.own_pages.load(rid, names[first:], pages[end:], ready)
 
     def _add_loaded(self, names: list[str], pages: Tensor, ready: Sequence[Any]) -> None:
         """Load the representations of the pages ``names``; the others are built."""
         unbuilt = pages
         if names and self._representations is not None:
             end = len(names) * self.form.pages_per_record
-            unbuilt = self._representations.load(names, pages[:end], ready)
+            unbuilt = self._loaders[1].load_found(names, pages[:end], ready)
             unbuilt = torch.cat([unbuilt, pages[end:]])
         built = self._loaded.add(unbuilt) // self.form.pages_per_record
         self.records.counters.add(built_pages=built)
@@ -282,14 +261,13 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for writer in self._writers:
             writer.drain(max(0.0, end - time.monotonic()))
             writer.close()
-        self._loader.close()
-        if self._representations is not None:
-            self._representations.close()
+        for loader in self._loaders:
+            loader.close()
         if self.own_pages is not None:
             self.own_pages.close()
         # Daemon threads: a store that does not close ends with the process.
         closing = Workers(1, "hisparse-close")
-        self._health.call(closing, self._storage.close)
+        self._health.call(closing, self.records.storage.close)
         closing.close()
 
 

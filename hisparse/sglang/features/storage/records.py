@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-from hisparse.sglang.features.storage.calls import StorageHealth
-from hisparse.sglang.features.storage.page_storage import PageStorage, RecordBuffer
-from hisparse.sglang.features.storage.state import StorageCounters
+from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth
+from hisparse.sglang.features.storage.pages import Keys, PageStorage
 from hisparse.storage import Namespace
 
-#: Seconds for which a record counts as absent, and the most such records.
+#: Seconds for which a record counts as absent.
 _SECONDS: Final = 60.0
-_MAX_KEYS: Final = 65536
 
 
 class LostKeys:
@@ -38,7 +36,7 @@ class LostKeys:
         until = time.monotonic() + _SECONDS
         with self._lock:
             self._expire()
-            for key in keys if len(self._until) < _MAX_KEYS else ():
+            for key in keys:
                 self._until.pop(key, None)  # The oldest stay first.
                 self._until[key] = until
 
@@ -80,26 +78,74 @@ class RecordFormat(Protocol):
         """Copy records ``data [n, bytes] uint8`` to host pages ``[n * pages_per_record] int64``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RecordStore:
     """Records of one kind.
 
+    Callers ask for the keys of pages once, when they learn of the pages: the namespace changes with
+    the model's weights, and pages stay those of the weights that computed them.
+
     Attributes:
-        storage: the store, with their namespace in use.
+        storage: the store.
         form: moves them.
-        buffer: memory for them on their way.
         health: time limits.
         counters: counts.
+        namespace: of :meth:`keys` from now on; None: not known yet.
         lost: those that the store has and that could not be read.
     """
 
     storage: PageStorage
     form: RecordFormat
-    buffer: RecordBuffer
     health: StorageHealth
     counters: StorageCounters
+    namespace: Namespace | None = None
     lost: LostKeys = field(default_factory=LostKeys)
 
-    def within(self, namespace: Namespace) -> RecordStore:
-        """Records of the same form in another namespace."""
-        return replace(self, storage=self.storage.within(namespace), lost=LostKeys())
+    def within(self, namespace: Namespace, **changes: Any) -> RecordStore:
+        """Records in another namespace of the store."""
+        return replace(self, namespace=namespace, lost=LostKeys(), **changes)
+
+    def keys(self, pages: Sequence[str]) -> Keys:
+        """Keys of pages of the namespace that is in use."""
+        assert self.namespace is not None, "a namespace is set before its keys are asked for"
+        return Keys(self.namespace, pages)
+
+    def blocks(self, keys: Keys, pages: Tensor) -> Iterator[tuple[Keys, Tensor]]:
+        """Cut records and their host pages ``[records * pages_per_record]`` into blocks."""
+        rows, per_record = self.storage.buffer.block_rows, self.form.pages_per_record
+        for first in range(0, len(keys), rows):
+            end = first + rows
+            yield keys[first:end], pages[first * per_record : end * per_record]
+
+    def copy_from_pool(self, pages: Tensor, block: int) -> None:
+        """Copy host pages to the records of a block."""
+        self.form.read(pages, self._data(block, pages))
+
+    def copy_to_pool(self, block: int, pages: Tensor) -> None:
+        """Copy the records of a block to host pages."""
+        self.form.write(pages, self._data(block, pages))
+
+    def _data(self, block: int, pages: Tensor) -> Tensor:
+        buffer = self.storage.buffer
+        rows = buffer.rows(block, len(pages) // self.form.pages_per_record)
+        return buffer.data[rows.start : rows.stop, : self.form.record_bytes]
+
+    def get(self, keys: Keys, block: int) -> bool:
+        """Read records into a block; whether all are whole."""
+        found = self.storage.get(keys, self.storage.buffer.rows(block, len(keys)))
+        if all(found):
+            return True
+        self.lost.add(key for key, ok in zip(keys, found, strict=True) if not ok)
+        self.counters.add(damaged_pages=found.count(False), lost_pages=found.count(None))
+        return False
+
+    def put(self, keys: Keys, block: int) -> bool:
+        """Store the records of a block, and free it; whether all of them are stored then.
+
+        A call that is late keeps the block until it ends.
+        """
+        buffer = self.storage.buffer
+        try:
+            return self.storage.put(keys, buffer.rows(block, len(keys)))
+        finally:
+            buffer.give(block)

@@ -1,0 +1,79 @@
+"""DIPR: keep all tokens with q.k near the best. https://arxiv.org/abs/2504.10326"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
+from hisparse.algorithms.page_score import tail_logits
+from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.kernels import key_score, select
+from hisparse.types import Selection
+
+#: Tokens below a hundredth of the largest softmax weight are left out.
+_DEFAULT_ALPHA = 0.01
+
+
+@register_algorithm("dipr")
+@dataclass(frozen=True, kw_only=True)
+class DIPR(BaseSparseAlgorithm):
+    """Keeps the pages of all tokens with a q.k of at least the largest q.k minus beta.
+
+    AlayaDB's dynamic inner product range query, answered exactly: every key is scored. Heads and
+    tasks that look at many tokens keep many, up to ``device_buffer_size``; others keep few. A page
+    is kept if one of its tokens is in range for any of the heads that share the selection. Pages of
+    one token give the paper's definition. The largest q.k includes the tail page's tokens.
+
+    Attributes:
+        beta: more than 0, in units of q.k before the softmax scale, as in the paper. None:
+            follows from ``alpha``.
+        alpha: in (0, 1); a token is left out if it weighs less in the softmax than this share of
+            the heaviest token. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
+            None: 0.01 unless ``beta`` is given.
+    """
+
+    variable_lengths: ClassVar[bool] = True
+    reads_host_keys: ClassVar[bool] = True
+
+    beta: float | None = None
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.beta is not None and self.alpha is not None:
+            raise ValueError(f"got beta {self.beta} and alpha {self.alpha}, expected one of them")
+        if self.beta is not None and not 0 < self.beta < math.inf:
+            raise ValueError(f"beta: got {self.beta}, expected more than 0 and finite")
+        if self.alpha is not None and not 0 < self.alpha < 1:
+            raise ValueError(f"alpha: got {self.alpha}, expected more than 0 and less than 1")
+
+    def within(self, scale: float) -> float:
+        """Beta in units of attention logits, which are ``scale`` times q.k."""
+        if self.beta is not None:
+            return self.beta * scale
+        return -math.log(_DEFAULT_ALPHA if self.alpha is None else self.alpha)
+
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        return {}
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        """Nothing: keys are scored where they lie in host memory."""
+
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
+    ) -> None:
+        """Nothing, as in prefill."""
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        policy = step.policy
+        query = queries.float() * policy.scale
+        table = step.host_page_table[:, : step.max_pages]
+        scores = key_score(query, step.host_keys(layer_id), table, step.num_pages)
+        rest = tail_logits(query, layer_id, step).amax(-1)
+        rule = step.once("rule", lambda: replace(policy.rule, within=self.within(policy.scale)))
+        return select(scores, step.num_pages, rule, forced=step.forced_pages, rest=rest)

@@ -1,0 +1,327 @@
+"""Records of pages in hisparse's file store or in one of SGLang's storage backends."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Protocol, overload
+
+import torch
+import xxhash
+from torch import Tensor
+
+from hisparse.errors import HiSparseError, one_line, quoted
+from hisparse.options import StorageOptions
+from hisparse.storage import FileStore, Namespace, size_in_bytes
+
+#: A record of a backend that does not check what it reads ends with xxh3_128 of its key and bytes.
+CHECKSUM_BYTES: Final = 16
+#: Bytes of a block: what one call reads or writes.
+_BLOCK_BYTES: Final = 8 * 2**20
+
+
+class RecordBuffer:
+    """Host memory for records on their way; backends see it as SGLang's host pool.
+
+    Backends that move memory by address register it once.
+
+    Args:
+        blocks: number of blocks, which calls reserve.
+        block_rows: records of a block.
+        row_bytes: bytes of a record.
+
+    Attributes:
+        data: ``[blocks * block_rows, row_bytes] uint8``.
+        block_rows: as given.
+    """
+
+    #: What SGLang's backends read of a host pool: a "token" is a row here.
+    page_size = 1
+    layout = "page_first"
+    dtype = torch.uint8
+
+    def __init__(self, blocks: int, block_rows: int, row_bytes: int) -> None:
+        self.data = torch.empty(blocks * block_rows, row_bytes, dtype=torch.uint8)
+        self.kv_buffer = self.data
+        self.block_rows = block_rows
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for block in range(blocks):
+            self._free.put(block)
+
+    def take(self, timeout_s: float) -> int | None:
+        """Reserve a block; None: none became free in time."""
+        try:
+            return self._free.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def give(self, block: int) -> None:
+        """Free a block."""
+        self._free.put(block)
+
+    def rows(self, block: int, count: int) -> range:
+        """The first ``count`` rows of a block."""
+        return range(block * self.block_rows, block * self.block_rows + count)
+
+    def get_size_per_token(self) -> int:
+        """Bytes of a row."""
+        return self.data.shape[1]
+
+    get_ksize_per_token = get_size_per_token
+
+    def get_data_page(self, index: int, flat: bool = True) -> Tensor:
+        """A row."""
+        return self.data[index]
+
+    def get_dummy_flat_data_page(self) -> Tensor:
+        """Memory like a row."""
+        return torch.empty_like(self.data[0])
+
+    def set_from_flat_data_page(self, index: int, data_page: Tensor) -> None:
+        """Fill a row."""
+        self.data[index] = data_page
+
+    def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and sizes of rows."""
+        rows = indices.tolist()
+        return [self.data[row].data_ptr() for row in rows], [self.data.shape[1]] * len(rows)
+
+
+class Keys(Sequence[str]):
+    """Keys "NAMESPACE-PAGE" of pages, each made when it is asked for: prompts have thousands.
+
+    Args:
+        namespace: of the pages.
+        pages: hexadecimal.
+    """
+
+    def __init__(self, namespace: Namespace, pages: Sequence[str]) -> None:
+        self.namespace, self.pages = namespace, pages
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Keys: ...
+    def __getitem__(self, index: int | slice) -> str | Keys:
+        """A key, or some of them."""
+        if isinstance(index, slice):
+            return Keys(self.namespace, self.pages[index])
+        return f"{self.namespace.key}-{self.pages[index]}"
+
+    def __iter__(self) -> Iterator[str]:
+        return map(f"{self.namespace.key}-".__add__, self.pages)
+
+
+class PageStorage(Protocol):
+    """Where records are. Calls take as long as the store takes, and raise what it raises.
+
+    Attributes:
+        buffer: rows of a record, and of its checksum if the store has none.
+        can_remove: whether single records can be removed.
+    """
+
+    buffer: RecordBuffer
+    can_remove: bool
+
+    def find(self, keys: Keys) -> int:
+        """Length of the longest prefix of ``keys`` that is stored."""
+
+    def get(self, keys: Keys, rows: Sequence[int]) -> list[bool | None]:
+        """Read records into rows; for each True, False if it is damaged, None if it is absent."""
+
+    def put(self, keys: Keys, rows: Sequence[int]) -> bool:
+        """Store the records in rows; whether all of them are stored then."""
+
+    def remove(self, keys: Keys) -> None:
+        """Remove records; see ``can_remove``."""
+
+    def remove_unused(self, namespace: Namespace, unused_s: float) -> None:
+        """Remove all records of a namespace that were not used for so many seconds."""
+
+    def close(self) -> None:
+        """Let go of the store."""
+
+
+class FilePages(PageStorage):
+    """Records in a :class:`FileStore`, which checks what it reads."""
+
+    can_remove = True
+
+    def __init__(self, store: FileStore, buffer: RecordBuffer) -> None:
+        self.buffer = buffer
+        self._store = store
+        self._lock, self._damaged = threading.Lock(), 0
+
+    def find(self, keys: Keys) -> int:
+        return self._store.find(keys.namespace, keys.pages)
+
+    def get(self, keys: Keys, rows: Sequence[int]) -> list[bool | None]:
+        size = keys.namespace.page_bytes
+        buffers = [self.buffer.data[row].numpy().data[:size] for row in rows]
+        found = self._store.get(keys.namespace, keys.pages, buffers)
+        read: list[bool | None] = [ok or None for ok in found]
+        if None in read:
+            # The store drops what is damaged, and tells how many.
+            for _ in range(min(self._take_damaged(), read.count(None))):
+                read[read.index(None)] = False
+        return read
+
+    def _take_damaged(self) -> int:
+        """Records that were dropped since the last call."""
+        with self._lock:
+            before, self._damaged = self._damaged, self._store.counters["damaged"]
+            return self._damaged - before
+
+    def put(self, keys: Keys, rows: Sequence[int]) -> bool:
+        stored, size = True, keys.namespace.page_bytes
+        for page, row in zip(keys.pages, rows, strict=True):
+            record = self.buffer.data[row].numpy().data[:size]
+            # A page that is there already is not written.
+            if not self._store.put(keys.namespace, page, record):
+                stored &= self._store.find(keys.namespace, [page]) == 1
+        return stored
+
+    def remove(self, keys: Keys) -> None:
+        self._store.remove(keys.namespace, keys.pages)
+
+    def remove_unused(self, namespace: Namespace, unused_s: float) -> None:
+        self._store.remove(namespace, unused_s=unused_s)
+
+    def close(self) -> None:
+        """Write what was put to the disk, and let go of the files."""
+        self._store.close()
+
+
+class BackendPages(PageStorage):
+    """Records with checksums in one of SGLang's backends.
+
+    Args:
+        backend: SGLang's ``HiCacheStorage``.
+        buffer: rows of a record and its checksum.
+    """
+
+    can_remove = False
+
+    def __init__(self, backend: Any, buffer: RecordBuffer) -> None:
+        self.buffer = buffer
+        self._backend = backend
+        # SGLang can inject failures and delays between it and its caller.
+        self._inner = getattr(backend, "_backend", backend)
+        self._by_index = _overrides(self._inner, "batch_get_v1")
+        backend.register_mem_pool_host(buffer)
+
+    def find(self, keys: Keys) -> int:
+        return int(self._backend.batch_exists(list(keys)))
+
+    def get(self, keys: Keys, rows: Sequence[int]) -> list[bool | None]:
+        if self._by_index:
+            found = list(self._backend.batch_get_v1(list(keys), torch.tensor(rows)))
+        else:
+            targets = [self.buffer.data[row] for row in rows]
+            found = [x is not None for x in self._backend.batch_get(list(keys), targets)]
+        return [
+            torch.equal(self._stored_checksum(row), self._checksum(key, row)) if ok else None
+            for key, row, ok in zip(keys, rows, found, strict=True)
+        ]
+
+    def put(self, keys: Keys, rows: Sequence[int]) -> bool:
+        for key, row in zip(keys, rows, strict=True):
+            self._stored_checksum(row)[:] = self._checksum(key, row)
+        if self._by_index:
+            return all(self._backend.batch_set_v1(list(keys), torch.tensor(rows)))
+        return bool(self._backend.batch_set(list(keys), [self.buffer.data[row] for row in rows]))
+
+    def remove(self, keys: Keys) -> None:
+        raise NotImplementedError
+
+    def remove_unused(self, namespace: Namespace, unused_s: float) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        if hasattr(self._inner, "close"):
+            self._inner.close()
+
+    def _stored_checksum(self, row: int) -> Tensor:
+        return self.buffer.data[row, -CHECKSUM_BYTES:]
+
+    def _checksum(self, key: str, row: int) -> Tensor:
+        digest = xxhash.xxh3_128(key.encode())
+        digest.update(self.buffer.data[row, :-CHECKSUM_BYTES].numpy().data)
+        return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+
+
+def _overrides(backend: Any, method: str) -> bool:
+    """Whether a backend has a method of its own, in place of ``HiCacheStorage``'s empty one."""
+    function = inspect.getattr_static(type(backend), method)
+    base = next(x for x in type(backend).__mro__ if x.__name__ == "HiCacheStorage")
+    return function is not inspect.getattr_static(base, method)
+
+
+def open_storage(
+    options: StorageOptions, record_bytes: int, rank: int, num_ranks: int
+) -> PageStorage:
+    """Open the store of the options.
+
+    Args:
+        options: of the storage.
+        record_bytes: of the largest record.
+        rank: of this process, among ``num_ranks``.
+        num_ranks: of the server.
+
+    Raises:
+        HiSparseError: it cannot be opened.
+    """
+    # A block for each reader, and two for the writer.
+    blocks, is_file = options.threads + 2, options.backend == "file"
+    row_bytes = record_bytes + (0 if is_file else CHECKSUM_BYTES)
+    buffer = RecordBuffer(blocks, max(1, _BLOCK_BYTES // row_bytes), row_bytes)
+    if is_file:
+        return FilePages(_open_file_store(options), buffer)
+    return BackendPages(_make_backend(options, buffer, rank, num_ranks), buffer)
+
+
+def _open_file_store(options: StorageOptions) -> FileStore:
+    assert options.path is not None, "StorageOptions checks it"
+    try:
+        path = Path(options.path).expanduser()
+        size = size_in_bytes("storage: size", options.size, path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user.
+        raise HiSparseError(
+            f"storage: path: got {quoted(options.path)}: {one_line(error)}; expected a folder that "
+            "can be made"
+        ) from None
+    return FileStore(path, size, policy=options.policy, ttl_s=options.ttl_s)
+
+
+def _make_backend(options: StorageOptions, buffer: RecordBuffer, rank: int, num_ranks: int) -> Any:
+    """SGLang's ``HiCacheStorage`` for the options."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    config = HiCacheStorageConfig(
+        tp_rank=rank,
+        tp_size=num_ranks,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        # Keys name the rank, so that backends need not: to them each record is whole.
+        is_mla_model=True,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="hisparse",
+        extra_config=dict(options.options),
+    )
+    try:
+        return StorageBackendFactory.create_backend(options.backend, config, buffer)
+    except Exception as error:
+        raise HiSparseError(
+            f"storage: got backend {quoted(options.backend)}, which did not start: "
+            f"{one_line(error)}; expected one that SGLang can make of its options"
+        ) from error

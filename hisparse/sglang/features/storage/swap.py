@@ -1,0 +1,305 @@
+"""Retracted requests: their pages go to the store, and come back from there with them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from hisparse.cache.shareable_pages import ShareablePages
+from hisparse.errors import one_line
+from hisparse.options import StorageOptions
+from hisparse.sglang.features.storage.calls import Workers
+from hisparse.sglang.features.storage.records import RecordStore
+from hisparse.sglang.features.storage.transfers import PageLoader
+from hisparse.sglang.session import ServerSession, current_state
+
+logger = logging.getLogger("hisparse")
+
+#: Pages that a server could not remove, because it was killed, are removed by one that starts or
+#: swaps when they have not been used for so many seconds. It looks for them once in an hour.
+_ABANDONED_S, _CLEANING_S = 86400.0, 3600.0
+
+
+@dataclass(eq=False)
+class _Swapped:
+    """Pages of a request that is out.
+
+    Attributes:
+        index: place of each page by the hash of its tokens and of all before them.
+        names: of the records, in order. No other request can have them.
+        exact: ``[records, host pages of a record] bool``, the flags of the host pages.
+    """
+
+    index: dict[str, int]
+    names: list[str]
+    exact: Tensor
+
+
+class RequestSwap:
+    """Writes pages of requests that lose their host slots, and reads them when they come back.
+
+    What fails or is late is computed instead. The scheduler's thread makes all calls.
+
+    Args:
+        records: of swapped pages, in a namespace of their own; the store can remove them.
+        exact: flags of pages, which come back with them.
+        threads: blocks of records that are read at a time.
+    """
+
+    def __init__(self, records: RecordStore, exact: ShareablePages, threads: int) -> None:
+        self._records = records
+        self._health, self._counters = records.health, records.counters
+        self._exact = exact
+        self._loader = PageLoader(records, threads)
+        # One thread: pages are removed after late calls have written them.
+        self._workers = Workers(1, "hisparse-swap")
+        self._server, self._numbers = secrets.token_hex(16), itertools.count()
+        self._out: dict[str, _Swapped] = {}
+        self._cleaned_at = -math.inf
+        self._clean()
+
+    def swap_out(
+        self, request: Any, hashes: Sequence[str], pages: Tensor, ready: Sequence[Any]
+    ) -> bool:
+        """Write pages of a request; whether they can be read back until it ends.
+
+        Args:
+            request: has an id ``rid``. Its pages are removed when nobody holds it any more.
+            hashes: of the pages' tokens and of all before them, as lookups have them.
+            pages: ``[records * pages_per_record] int64``, host pages; nothing reads them after the
+                call.
+            ready: events after which no forward writes to the host pages.
+        """
+        self.drop(request.rid)
+        self._clean()
+        if not self._health.is_usable(self._workers):
+            self._counters.add(failed_swaps=1)
+            return False
+        for event in ready:
+            event.synchronize()
+        swapped = _Swapped(
+            {name: place for place, name in enumerate(hashes)},
+            [f"{self._server}{next(self._numbers):016x}" for _ in hashes],
+            self._exact.read(pages).view(len(hashes), -1),
+        )
+        if not self._write(swapped.names, pages):
+            self._counters.add(failed_swaps=1)
+            self._remove(swapped)
+            return False
+        self._out[request.rid] = swapped
+        # However the request ends, SGLang lets go of it.
+        weakref.finalize(request, self._end, request.rid, swapped).atexit = False
+        self._counters.add(swapped_pages=len(hashes))
+        return True
+
+    def first(self, rid: str, hashes: Sequence[str]) -> int:
+        """Place of the first page among ``hashes`` that the request has swapped; else their number.
+
+        All pages from there on are looked up and loaded here.
+        """
+        if (swapped := self._out.get(rid)) is None:
+            return len(hashes)
+        return next((i for i, name in enumerate(hashes) if name in swapped.index), len(hashes))
+
+    def find(self, rid: str, hashes: Sequence[str]) -> int:
+        """Length of the longest prefix of ``hashes`` that can be loaded for a request."""
+        return self._loader.find(self._names(rid, hashes))
+
+    def load(self, rid: str, hashes: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
+        """Load swapped pages and their flags; whether all have arrived. They leave the store.
+
+        Args:
+            rid: id of the request.
+            hashes: of pages that were found.
+            pages: ``[records * pages_per_record] int64``, host pages; after False nothing writes
+                to them any more.
+            ready: events after which no forward writes to the host pages.
+        """
+        names, swapped = self._names(rid, hashes), self._out.get(rid)
+        landed = len(names) == len(hashes) and self._loader.load(names, pages, ready)
+        if swapped is not None and landed:
+            first = swapped.index[hashes[0]]
+            self._exact.write(pages, swapped.exact[first : first + len(hashes)].flatten())
+            self._counters.add(swapped_in_pages=len(hashes))
+        else:
+            self._counters.add(failed_swaps=1)
+        self.drop(rid)
+        return landed
+
+    def drop(self, rid: str) -> None:
+        """Remove the pages of a request, if it has swapped some."""
+        swapped = self._out.pop(rid, None)
+        if swapped is not None:
+            self._remove(swapped)
+
+    def reset(self) -> None:
+        """Remove all pages."""
+        for rid in list(self._out):
+            self.drop(rid)
+
+    def close(self) -> None:
+        """Remove all pages, in at most the time limit of a call, and end the threads."""
+        if self._out:
+            self.reset()
+            self._health.call(self._workers, lambda: None)
+        self._loader.close()
+        self._workers.close()
+
+    def _names(self, rid: str, hashes: Sequence[str]) -> list[str]:
+        """Names of the records of the longest prefix of ``hashes`` that the request has swapped."""
+        swapped, names = self._out.get(rid), list[str]()
+        if swapped is not None:
+            found = itertools.takewhile(lambda x: x is not None, map(swapped.index.get, hashes))
+            names = [swapped.names[place] for place in found if place is not None]
+        return names
+
+    def _write(self, names: Sequence[str], pages: Tensor) -> bool:
+        """Copy pages out of the KV pool, and write them; whether all are stored, and in time."""
+        records, keys = self._records, self._records.keys(names)
+        limit_s = self._health.limit_s(len(keys) * records.form.record_bytes)
+        end, calls = time.monotonic() + limit_s, list[Future[bool]]()
+        for part, part_pages in records.blocks(keys, pages):
+            # Loads need blocks too, also while the store hangs.
+            if len(calls) > 1 and self._health.result(calls[-2], end, limit_s) is not True:
+                return False
+            block = records.storage.buffer.take(max(0.0, end - time.monotonic()))
+            if block is None:
+                return False
+            records.copy_from_pool(part_pages, block)
+            calls.append(self._workers.submit(partial(records.put, part, block)))
+        return all(self._health.result(call, end, limit_s) is True for call in calls)
+
+    def _end(self, rid: str, swapped: _Swapped) -> None:
+        """Remove the pages of a request that is gone, unless they have left or changed hands."""
+        # Any thread may collect the garbage.
+        if self._out.get(rid) is swapped:
+            self.drop(rid)
+
+    def _clean(self) -> None:
+        """Remove what killed servers have left, at most once in an hour."""
+        if time.monotonic() - self._cleaned_at > _CLEANING_S:
+            self._cleaned_at = time.monotonic()
+            records = self._records
+            assert records.namespace is not None, "that of swapped pages"
+            namespace = records.namespace
+            self._run_later(lambda: records.storage.remove_unused(namespace, _ABANDONED_S))
+
+    def _remove(self, swapped: _Swapped) -> None:
+        keys = self._records.keys(swapped.names)
+        self._run_later(lambda: self._records.storage.remove(keys))
+
+    def _run_later(self, task: Any) -> None:
+        """Run a call of which nobody needs the result."""
+        self._workers.submit(partial(self._run, task))
+
+    def _run(self, task: Any) -> None:
+        try:
+            task()
+        except Exception as error:
+            self._counters.add(errors=1)
+            logger.warning("hisparse: storage: pages were not removed: %s", one_line(error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SwapOut:
+    """Writes the pages of retracted requests.
+
+    Attributes:
+        session: of this rank.
+        linker: the store's.
+        swap: keeps pages until their request comes back.
+        min_tokens: least tokens of a request that is kept.
+    """
+
+    session: ServerSession
+    linker: Any
+    swap: RequestSwap
+    min_tokens: int
+
+    def write(self, request: Any) -> None:
+        """Write the pages of SGLang's ``Req`` that the radix cache does not hold.
+
+        Args:
+            request: still has its host slots.
+        """
+        linker = self.linker
+        # A forward of it failed, or its K and V do not follow from its tokens: it starts over.
+        starts_over = request.skip_radix_cache_insert or request.input_embeds is not None
+        if linker.rests() or starts_over:
+            return
+        kv, size = request.kv, linker.form.page_tokens
+        tokens = request.origin_input_ids + request.output_ids
+        # The last token's K and V may be in the works, and its query is needed anyway.
+        first = kv.cache_protected_len // size
+        end = min(kv.kv_committed_len, len(tokens) - 1) // size
+        if (end - first) * size < max(1, self.min_tokens):
+            return
+        table = self.session.req_to_token_pool.req_to_token
+        pages = linker.form.host_pages(table[kv.req_pool_idx, first * size : end * size])
+        hashes, ready = _hashes(request, tokens, size), linker.record_offload_ready()
+        kept = self.swap.swap_out(request, hashes[first:end], pages, ready)
+        # Until all ranks have read them, none goes on and writes to the pages of a common pool.
+        if not linker.ranks.all_of(kept):
+            self.swap.drop(request.rid)
+
+
+def _hashes(request: Any, tokens: Any, page_tokens: int) -> list[str]:
+    """SGLang's hash of each whole page of tokens: of its own, and of all before them."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    whole = tokens[: len(tokens) // page_tokens * page_tokens]
+    key = RadixKey(whole, request.extra_key, cache_salt=request.cache_salt)
+    return list(get_storage_hash_str(key, page_size=page_tokens))
+
+
+def around_release_req(
+    original: Callable[..., bool], *, req: Any, offload_kv: bool = True, **others: Any
+) -> bool:
+    """Offer the pages of a retracted request to the storage, before SGLang frees them.
+
+    SGLang clears ``offload_kv`` for a request that does not come back, or that it pauses while
+    weights change.
+    """
+    swap = current_state(_SwapOut)
+    if swap is not None and offload_kv:
+        swap.write(req)
+    return original(req=req, offload_kv=offload_kv, **others)
+
+
+def connect_swap(
+    session: ServerSession, linker: Any, options: StorageOptions
+) -> RequestSwap | None:
+    """Let the store keep pages of single requests, which only these requests load.
+
+    They are in a namespace of their own; the names in it are those of one server.
+
+    Returns:
+        What finds and loads them; None: retracted requests are computed.
+    """
+    if options.swap_min_tokens is None:
+        return None
+    records = linker.records
+    if not records.storage.can_remove:
+        logger.info(
+            "hisparse: storage: backend %s does not remove pages; retracted requests are computed",
+            options.backend,
+        )
+        return None
+    own = replace(records.namespace, model="retracted requests")
+    swap = RequestSwap(records.within(own), linker.exact, options.threads)
+    session.add(
+        _SwapOut(session=session, linker=linker, swap=swap, min_tokens=options.swap_min_tokens)
+    )
+    return swap

@@ -1,0 +1,281 @@
+"""Loads pages of a store into the KV pool, and writes pages of the pool to the store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from hisparse.cache.shareable_pages import ShareablePages
+from hisparse.errors import one_line
+from hisparse.sglang.features.storage.calls import Gate, Workers
+from hisparse.sglang.features.storage.pages import Keys
+from hisparse.sglang.features.storage.records import RecordStore
+
+logger = logging.getLogger("hisparse")
+
+
+class PageLoader:
+    """Reads pages for requests that wait to be admitted: all of a request's, or none.
+
+    A load ends before its request is admitted. So whatever a store does, a request either has all
+    of its pages, checked, or computes its prompt, and no other request learns of it.
+
+    Args:
+        records: of the pages.
+        threads: blocks of records that are read at a time.
+        otherwise: what happens to pages that could not be loaded, for the log.
+    """
+
+    def __init__(
+        self, records: RecordStore, threads: int, otherwise: str = "their request computes them"
+    ) -> None:
+        self._records = records
+        self._otherwise = otherwise
+        self._workers = Workers(threads, "hisparse-load")
+
+    def find(self, names: Sequence[str]) -> int:
+        """Length of the longest prefix of the pages ``names`` that can be loaded."""
+        records = self._records
+        keys, found, health = records.keys(names), 0, records.health
+        if keys and health.is_usable(self._workers):
+            found = health.call(self._workers, lambda: records.storage.find(keys)) or 0
+            found = records.lost.first(keys[:found])
+        records.counters.add(found_pages=found, absent_pages=len(keys) - found)
+        return found
+
+    def load(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
+        """Load records; whether all have arrived whole, and in time.
+
+        Args:
+            names: of the records, in the namespace that is in use.
+            pages: ``[records * pages_per_record] int64``, host pages; after False nothing writes
+                to them any more.
+            ready: events after which no forward writes to the host pages.
+        """
+        records, health, counters = self._records, self._records.health, self._records.counters
+        if not health.is_usable(self._workers):
+            counters.add(failed_loads=1)
+            return False
+        began, gate, keys = time.monotonic(), Gate(), records.keys(names)
+        num_bytes = len(keys) * records.form.record_bytes
+        limit_s = health.limit_s(num_bytes)
+        calls = [
+            self._workers.submit(partial(self._load_block, *block, ready, gate))
+            for block in records.blocks(keys, pages)
+        ]
+        end = began + limit_s
+        landed = all(health.result(call, end, limit_s) is True for call in calls)
+        if not landed:
+            gate.close()
+            counters.add(failed_loads=1)
+            logger.warning(
+                "hisparse: storage: %d pages could not be loaded; %s", len(keys), self._otherwise
+            )
+            return False
+        took_ms = round(1000 * (time.monotonic() - began))
+        counters.add(loaded_pages=len(keys), loaded_bytes=num_bytes, load_ms=took_ms)
+        return True
+
+    def load_found(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> Tensor:
+        """Load what is there; the arguments are those of :meth:`load`.
+
+        Returns:
+            The host pages ``[n] int64`` of the other records.
+        """
+        found = self.find(names)
+        num_pages = found * self._records.form.pages_per_record
+        loaded = found and self.load(names[:found], pages[:num_pages], ready)
+        return pages[num_pages:] if loaded else pages
+
+    def _load_block(self, keys: Keys, pages: Tensor, ready: Sequence[Any], gate: Gate) -> bool:
+        """Read one block of records and, if all are whole, move them into the KV pool."""
+        if gate.closed:
+            return False
+        records, buffer = self._records, self._records.storage.buffer
+        block = buffer.take(records.health.timeout_s)
+        if block is None:
+            raise TimeoutError("late calls hold all memory for records")
+        try:
+            if not records.get(keys, block):
+                return False
+            for event in ready:
+                event.synchronize()
+            with gate.enter() as admitted:
+                if admitted:
+                    records.copy_to_pool(block, pages)
+            return admitted
+        finally:
+            buffer.give(block)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._workers.close()
+
+
+@dataclass(eq=False)
+class _Job:
+    """Pages of one call.
+
+    Attributes:
+        keys: of the records.
+        pages: ``[records * pages_per_record] int64``, host pages.
+        ready: events after which the pages are written.
+        gate: closed when the pages may change.
+        stored: whether the store has all pages that it may have; None: not known yet.
+    """
+
+    keys: Keys
+    pages: Tensor
+    ready: Sequence[Any]
+    gate: Gate = field(default_factory=Gate)
+    stored: bool | None = None
+
+
+class PageWriter:
+    """Copies pages out of the KV pool and puts them into a store, in the order of calls.
+
+    Args:
+        records: of the pages.
+        exact: says which pages may be shared.
+        max_pages: most pages that may wait, since the radix cache cannot evict them. A call that
+            finds none waiting is accepted whatever its size.
+    """
+
+    def __init__(self, records: RecordStore, exact: ShareablePages, max_pages: int) -> None:
+        self._records = records
+        self._exact = exact
+        self._max_pages = max_pages
+        self._calls = Workers(1, "hisparse-put")
+        self._copies = Workers(1, "hisparse-offload")
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
+
+    def add(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> None:
+        """Write records, later. Each call ends, in order; see :meth:`num_done` and :meth:`pop`.
+
+        Args:
+            names: of the records, in the namespace that is in use now.
+            pages: ``[records * pages_per_record] int64``, host pages.
+            ready: events after which the pages are written.
+        """
+        job = _Job(self._records.keys(names), pages, ready)
+        with self._changed:
+            waiting = sum(len(each.pages) for each in self._jobs if each.stored is None)
+            refused = waiting > 0 and waiting + len(pages) > self._max_pages
+            self._jobs.append(job)
+        if refused or not self._may_call(job):
+            self._end(job, stored=False)
+        else:
+            self._copies.submit(partial(self._run, job))
+
+    def num_done(self) -> int:
+        """Calls at the head of the line that have ended."""
+        done = 0
+        for job in list(self._jobs):
+            if job.stored is None:
+                break
+            done += 1
+        return done
+
+    def pop(self) -> bool:
+        """Result of the oldest call: False if pages that may be stored were not."""
+        return bool(self._jobs.popleft().stored)
+
+    def reset(self) -> None:
+        """Forget all calls; when it returns, no thread reads the KV pool."""
+        jobs = list(self._jobs)
+        self._jobs.clear()
+        for job in jobs:
+            job.gate.close()
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all calls have ended, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(x.stored is not None for x in self._jobs), timeout_s)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.reset()
+        self._copies.close()
+        self._calls.close()
+
+    def _run(self, job: _Job) -> None:
+        stored = False
+        try:
+            stored = self._store(job)
+        except Exception as error:
+            self._records.counters.add(errors=1)
+            logger.warning("hisparse: storage: pages were not written: %s", one_line(error))
+        finally:
+            self._end(job, stored=stored)
+
+    def _end(self, job: _Job, *, stored: bool) -> None:
+        if not stored and not job.gate.closed:
+            self._records.counters.add(failed_offloads=1)
+        with self._changed:
+            job.stored = stored
+            self._changed.notify_all()
+
+    def _store(self, job: _Job) -> bool:
+        """Write the exact pages that the store does not have."""
+        if not job.keys:
+            return True
+        if not self._may_call(job):
+            return False
+        for event in job.ready:
+            event.synchronize()
+        with job.gate.enter() as admitted:
+            if not admitted:
+                return False
+            flags = self._exact.read(job.pages).view(len(job.keys), -1).all(1).tolist()
+        records, num_exact = self._records, [*flags, False].index(False)
+        records.counters.add(inexact_pages=len(flags) - num_exact)
+        keys = job.keys[:num_exact]
+        if not keys:
+            return True
+        known = records.health.call(self._calls, lambda: records.storage.find(keys))
+        if known is None:
+            return False
+        known = min(known, records.lost.first(keys))
+        records.counters.add(known_pages=known)
+        per_record = records.form.pages_per_record
+        pages = job.pages[known * per_record : num_exact * per_record]
+        return all(self._store_block(job, *block) for block in records.blocks(keys[known:], pages))
+
+    def _may_call(self, job: _Job) -> bool:
+        """Whether the store is usable. Behind one that hangs, jobs end and unlock their pages."""
+        return not job.gate.closed and self._records.health.is_usable(self._calls)
+
+    def _store_block(self, job: _Job, keys: Keys, pages: Tensor) -> bool:
+        """Copy records of a job, then put them."""
+        records, buffer = self._records, self._records.storage.buffer
+        block = buffer.take(records.health.timeout_s) if self._may_call(job) else None
+        if block is None:
+            return False
+        with job.gate.enter() as admitted:
+            if admitted:
+                records.copy_from_pool(pages, block)
+        if not admitted:
+            buffer.give(block)
+            return False
+
+        def put() -> bool:
+            if job.gate.closed:
+                buffer.give(block)
+                return False
+            return records.put(keys, block)
+
+        num_bytes = len(keys) * records.form.record_bytes
+        if not records.health.call(self._calls, put, num_bytes):
+            return False
+        records.lost.drop(keys)
+        records.counters.add(offloaded_pages=len(keys), offloaded_bytes=num_bytes)
+        return True

@@ -1,0 +1,263 @@
+"""Tensors that an operation cannot use are refused by one line that names them, before a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels import (
+    DecodeRows,
+    LatentRow,
+    RowState,
+    SelectRule,
+    SketchLayout,
+    TailPages,
+    append_tokens,
+    chunk_attention,
+    decode_latents,
+    dequantize,
+    diff_tables,
+    drop_pages,
+    encode_latents,
+    gather_pages,
+    gather_tokens,
+    index_score,
+    key_score,
+    lru_diff,
+    outline_bytes,
+    outline_score,
+    page_score,
+    page_sketch,
+    page_summary,
+    page_table,
+    paged_attention,
+    promote_tail,
+    quantize,
+    rebalance,
+    reset_rows,
+    scatter_tokens,
+    select,
+    sketch_score,
+)
+from hisparse.types import IndexerInputs, PagedKV, StoredKV
+from tests.kernels.world import i32
+
+FP8 = torch.float8_e4m3fn
+
+
+def f32(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+def u8(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def pool(*shape: int) -> PagedKV:
+    return PagedKV(f32(*shape), f32(*shape))
+
+
+def state(*shape: int) -> RowState:
+    return RowState(*(torch.zeros(shape, dtype=torch.int32) for _ in range(3)))
+
+
+SKETCH, LATENT, SLOT = SketchLayout(8, 4, 3), LatentRow(64, 16), torch.tensor([0])
+EIGHT = quantize(f32(2, 1, 4, 8), f32(2, 1, 4, 8), torch.int8)
+TAIL = TailPages(StoredKV(f32(4, 1, 4, 8), f32(4, 1, 4, 8), None), i32([1] * 4), i32([1] * 4))
+NEW = IndexerInputs(f32(1, 2, 8), f32(1, 8), f32(1, 2))
+ROWS = DecodeRows(SLOT, i32([4]), i32([1]), i32([[0] * 9]), i32([9]), i32([7]), i32([5]))
+
+
+class Call(NamedTuple):
+    """An operation, and arguments that it takes."""
+
+    operation: Callable[..., object]
+    given: dict[str, Any]
+
+
+CALLS = {
+    call.operation.__name__: call
+    for call in (
+        Call(append_tokens, {"k": f32(1, 2, 8), "v": f32(1, 2, 8), "host": pool(9, 2, 4, 8),
+                             "host_slots": SLOT, "device": pool(40, 1, 4, 8),
+                             "tail_slots": torch.tensor([0, 4])}),
+        Call(chunk_attention, {"query": f32(5, 4, 8), "k": f32(5, 2, 8), "v": f32(5, 2, 8),
+                               "causal": True}),
+        Call(decode_latents, {"pages": u8(3, 2, 112), "table": i32([0]), "row": LATENT,
+                              "out": f32(1, 2, 80)}),
+        Call(dequantize, {"stored": EIGHT, "out": pool(2, 1, 4, 8)}),
+        Call(diff_tables, {"selection": i32([[4]]), "lengths": i32([1]), "rows": ROWS,
+                           "state": state(1, 6), "page_size": 16}),
+        Call(drop_pages, {"rows": SLOT, "stale": torch.zeros(4, dtype=torch.bool),
+                          "states": state(1, 1, 4)}),
+        Call(encode_latents, {"latents": f32(2, 1, 80), "row": LATENT}),
+        Call(gather_pages, {"src": pool(10, 2, 4, 8), "src_pages": i32([[0, 1]]),
+                            "dst": pool(10, 2, 4, 8), "dst_pages": i32([[0, 1]])}),
+        Call(gather_tokens, {"src": pool(10, 2, 4, 8), "slots": SLOT}),
+        Call(index_score, {"new": NEW, "keys": f32(4, 8), "host_page_table": i32([[0] * 3]),
+                           "num_pages": i32([0])}),
+        Call(key_score, {"query": f32(1, 4, 8), "keys": f32(3, 2, 4, 8),
+                         "host_page_table": i32([[1, 2]]), "num_pages": i32([2])}),
+        Call(lru_diff, {"selection": i32([[0, 1, 2], [2, 1, 0]]), "num_real_rows": i32([2]),
+                        "host_page_table": i32([[0] * 5] * 2), "capacity": i32([4, 4]),
+                        "state": state(2, 4)}),
+        Call(outline_score, {"query": f32(1, 2, 8), "outlines": u8(4, 2, outline_bytes(8)),
+                             "host_page_table": i32([[0]]), "num_pages": i32([1])}),
+        Call(page_score, {"query": f32(1, 2, 8), "summaries": f32(9, 1, 1, 16),
+                          "host_page_table": i32([[3]]), "num_pages": i32([1])}),
+        Call(page_sketch, {"keys": f32(2, 4, 1, 8), "sketches": u8(4, 1, SKETCH.num_bytes),
+                           "host_pages": i32([0, 0]), "layout": SKETCH}),
+        Call(page_summary, {"keys": f32(2, 4, 1, 8), "summaries": f32(4, 1, 1, 16),
+                            "host_pages": i32([0, 0])}),
+        Call(page_table, {"device_pages": i32([[10, 11]]), "rows": SLOT, "slots": i32([[0]])}),
+        Call(paged_attention, {"query": f32(1, 1, 8), "kv": EIGHT, "page_table": i32([[0]]),
+                               "seq_lens": i32([1])}),
+        Call(promote_tail, {"rows": SLOT, "page_index": i32([7]), "filled": torch.tensor([True]),
+                            "capacity": i32([4]), "state": state(2, 4), "tail_pages": i32([0, 1])}),
+        Call(quantize, {"k": f32(2, 1, 4, 8), "v": f32(2, 1, 4, 8), "dtype": torch.int8}),
+        Call(rebalance, {"rows": SLOT, "new_capacity": i32([4]), "capacity": i32([4, 4]),
+                         "states": state(1, 2, 4), "free_pages": i32([[0] * 3]),
+                         "num_free": i32([3])}),
+        Call(reset_rows, {"rows": SLOT, "capacity": i32([4, 4]), "states": state(1, 2, 4)}),
+        Call(scatter_tokens, {"k": f32(1, 2, 8), "v": f32(1, 2, 8), "dst": pool(10, 2, 4, 8),
+                              "slots": SLOT}),
+        Call(select, {"scores": f32(1, 2, 4), "num_pages": i32([3]),
+                      "rule": SelectRule(heads=2, max_pages=2)}),
+        Call(sketch_score, {"query": f32(2, 4, 8), "sketches": u8(4, 2, SKETCH.num_bytes),
+                            "host_page_table": i32([[1, 1]] * 2), "num_pages": i32([1, 1]),
+                            "layout": SKETCH, "tail": TAIL}),
+    )
+}  # fmt: skip
+
+#: An operation, what is changed, and the error.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("append_tokens", {"tail_slots": torch.tensor([0, 4, 8])}, "got 3 for 1 tokens of 2 heads"),
+    ("append_tokens", {"tail_slots": SLOT}, r"device.k: got shape \[40, 1, 4, 8\], expected \[any"),
+    ("append_tokens", {"tail_slots": i32([0, 4])}, "tail_slots: got dtype torch.int32"),
+    ("chunk_attention", {"k": f32(4, 2, 8), "v": f32(4, 2, 8)}, "k: got 4 keys, expected one"),
+    ("chunk_attention", {"k": f32(5, 3, 8), "v": f32(5, 3, 8)}, "k: got 3 heads, expected"),
+    ("chunk_attention", {"v": f32(5, 1, 8)}, r"v: got shape \[5, 1, 8\]"),
+    ("decode_latents", {"pages": u8(3, 2, 100)}, "pages: got shape"),
+    ("decode_latents", {"out": f32(2, 2, 80)}, "out: got shape"),
+    ("decode_latents", {"table": i32([3]), "impl": "cpu"}, "a page is outside"),
+    ("dequantize", {"stored": EIGHT._replace(scales=None)}, "scales: got None"),
+    ("dequantize", {"out": (f32(2, 1, 4, 8), f32(1, 1, 4, 8))}, r"out.v: got shape \[1, 1, 4, 8\]"),
+    ("diff_tables", {"rows": ROWS._replace(tail_pages=SLOT)}, "tail_pages: got dtype torch.int64"),
+    ("diff_tables", {"rows": ROWS._replace(num_pages=i32([1, 2]))}, r"num_pages: got shape \[2\]"),
+    ("diff_tables", {"rows": ROWS._replace(dense=i32([1]))}, "dense: got dtype torch.int32"),
+    ("diff_tables", {"rows": ROWS._replace(tail_lens=i32([5]).to("meta"))}, "tail_lens: got dev"),
+    ("diff_tables", {"lengths": None}, "selection: got it without lengths"),
+    ("diff_tables", {"selection": None, "lengths": None}, "width: got none without a selection"),
+    ("diff_tables", {"selection": i32([[4, 5]]), "width": 1}, "width: got 1, expected at least 2"),
+    ("drop_pages", {"stale": f32(4)}, "stale: got dtype"),
+    ("drop_pages", {"stale": torch.zeros(2, 2, dtype=torch.bool)}, "stale: got shape"),
+    ("drop_pages", {"states": state(1, 1, 4)._replace(slot_pages=f32(1, 1, 4))}, "slot_pages: got"),
+    ("drop_pages", {"states": state(1, 1, 4)._replace(lru_order=i32([[[0]]]))}, "lru_order: got"),
+    ("encode_latents", {"latents": f32(2, 1, 81)}, "latents: got shape"),
+    ("gather_pages", {"dst": pool(4, 3, 4, 8)}, "got pages of 3 heads, expected .* 2, or 1 head"),
+    ("gather_pages", {"src_pages": SLOT[None]}, "src_pages: got dtype torch.int64, expected torch"),
+    ("gather_pages", {"heads": 0}, "heads: got 0, expected 1 or more"),
+    ("gather_pages", {"src": pool(3, 4, 1, 2, 8), "dst": pool(2, 4, 1, 2, 8)},
+     r"dst.k: got shape \[2, 4, 1, 2, 8\]"),
+    ("gather_tokens", {"slots": i32([0])}, "slots: got dtype torch.int32, expected torch.int64"),
+    ("gather_tokens", {"src": pool(1, 1, 10, 2, 4, 8)}, r"src\.k: got shape"),
+    ("gather_tokens", {"src": pool(4, 8)}, r"src\.k: got shape"),
+    ("index_score", {"new": NEW._replace(weights=f32(1, 3))}, "new.weights: got shape"),
+    ("index_score", {"new": NEW._replace(keys=f32(1, 7))}, "new.keys: got shape"),
+    ("index_score", {"keys": f32(4, 9)}, r"keys: got shape \[4, 9\]"),
+    ("index_score", {"keys": f32(4, 8).half()}, "keys: got dtype torch.float16, expected one of"),
+    ("index_score", {"keys": f32(4, 8).to(FP8)}, "scales: got None, expected them"),
+    ("index_score", {"scales": f32(4)}, "scales: got them, expected None for torch.float32"),
+    ("index_score", {"num_pages": f32(1)}, "num_pages: got dtype torch.float32"),
+    ("key_score", {"query": f32(1, 4, 8).half()}, "query: got dtype torch.float16, expected"),
+    ("key_score", {"keys": f32(3, 2, 4, 8).char()}, "keys: got dtype torch.int8, expected one of"),
+    ("key_score", {"keys": f32(3, 2, 4, 6)}, r"keys: got shape \[3, 2, 4, 6\], expected \[any"),
+    ("key_score", {"keys": f32(3, 2, 4, 16)[..., ::2]}, "keys: got stride 2 in D, expected 1"),
+    ("key_score", {"keys": f32(3, 3, 4, 8)}, "keys: got 3 heads, expected a divisor of the 4"),
+    ("key_score", {"reduce": "sum"}, "reduce: got 'sum', expected max or lse"),
+    ("key_score", {"host_page_table": i32([[2, 3]]), "impl": "cpu"}, r"a page is outside \[0, 3\)"),
+    ("lru_diff", {"selection": f32(2, 3)}, "selection: got dtype torch.float32, expected"),
+    ("lru_diff", {"capacity": i32([4])}, r"capacity: got shape \[1\], expected \[2\]"),
+    ("lru_diff", {"host_page_table": i32([[0] * 5] * 3)},
+     "host_page_table: got 3 rows, expected a divisor of the selection's 2"),
+    ("lru_diff", {"host_page_table": i32([[0] * 5])[:0]}, "host_page_table: got 0 rows"),
+    ("lru_diff", {"num_real_rows": i32([2, 2])}, r"num_real_rows: got shape \[2\]"),
+    ("lru_diff", {"rows": i32([0, 1])}, "rows: got dtype torch.int32"),
+    ("lru_diff", {"capacity": i32([4, 4]).to("meta")}, "capacity: got device meta, expected cpu"),
+    ("lru_diff", {"state": state(1, 4)}, "slot_pages: got 1 rows, expected 2 or more"),
+    ("lru_diff", {"state": state(2, 4)._replace(lru_order=i32([[0] * 3] * 2))},
+     r"lru_order: got shape \[2, 3\], expected \[2, 4\]"),
+    ("lru_diff", {"impl": "refrence"}, "unknown implementation 'refrence'; did you mean"),
+    ("outline_score", {"query": f32(1, 3, 8)}, "outlines: got 2 heads, expected a divisor of"),
+    ("outline_score", {"query": f32(1, 2, 40)}, r"outlines: got shape \[4, 2, 9\]"),
+    ("outline_score", {"outlines": f32(4, 2, 9)}, "outlines: got dtype torch.float32"),
+    ("outline_score", {"num_pages": i32([1, 1])}, r"num_pages: got shape \[2\], expected \[1\]"),
+    ("page_score", {"query": f32(1, 2, 8).double()}, "query: got dtype torch.float64, expected"),
+    ("page_score", {"summaries": f32(9, 1, 1, 8)}, r"summaries: got shape \[9, 1, 1, 8\]"),
+    ("page_score", {"summaries": f32(9, 1, 1, 16).int()}, "summaries: got dtype torch.int32, exp"),
+    ("page_score", {"summaries": f32(9, 1, 1, 16).to("meta")}, "summaries: got device meta"),
+    ("page_score", {"summaries": f32(9, 1, 3, 16)}, "summaries: got 3 heads, expected a divisor"),
+    ("page_score", {"host_page_table": SLOT[None]}, "host_page_table: got dtype torch.int64"),
+    ("page_score", {"num_pages": i32([1]).to("meta")}, "num_pages: got device meta, expected cpu"),
+    ("page_score", {"scales": f32(9, 1, 2)}, r"scales: got shape \[9, 1, 2\]"),
+    ("page_sketch", {"keys": f32(2, 4, 1, 9)}, r"keys: got shape \[2, 4, 1, 9\]"),
+    ("page_sketch", {"keys": f32(2, 4, 1, 8).int()}, "keys: got dtype torch.int32, expected one"),
+    ("page_sketch", {"sketches": u8(4, 1, 99)}, r"sketches: got shape \[4, 1, 99\]"),
+    ("page_sketch", {"host_pages": i32([0] * 3)}, r"host_pages: got shape \[3\], expected \[2\]"),
+    ("page_sketch", {"host_pages": f32(2)}, "host_pages: got dtype torch.float32"),
+    ("page_sketch", {"layout": SketchLayout(8, 4, 9)}, "got 9 detailed channels, expected 0 to 8"),
+    ("page_summary", {"summaries": f32(4, 1, 1, 16).half()}, "summaries: got dtype"),
+    ("page_summary", {"summaries": f32(4, 1, 1, 15)}, r"summaries: got shape \[4, 1, 1, 15\]"),
+    ("page_summary", {"summaries": f32(4, 3, 1, 16)}, "got 3 ranges, expected a divisor of"),
+    ("page_summary", {"scales": f32(4, 1, 1)}, "scales: got them, expected None for torch.float32"),
+    ("page_summary", {"summaries": f32(4, 1, 1, 16).to(FP8)}, "scales: got None, expected them"),
+    ("page_summary", {"host_pages": i32([0] * 3)}, r"host_pages: got shape \[3\], expected \[2\]"),
+    ("page_summary", {"host_pages": f32(2)}, "host_pages: got dtype torch.float32"),
+    ("page_table", {"slots": i32([[0], [0]])}, r"slots: got shape \[2, 1\], expected \[1, any\]"),
+    ("page_table", {"rows": i32([0])}, "rows: got dtype torch.int32, expected torch.int64"),
+    ("paged_attention", {"kv": EIGHT._replace(scales=u8(2, 1, 2, 2))}, "kv.scales: got shape"),
+    ("promote_tail", {"filled": i32([1])}, "filled: got dtype torch.int32, expected torch.bool"),
+    ("quantize", {"k": i32([[[0]]]), "v": i32([[[0]]])}, "k: got dtype torch.int32"),
+    ("quantize", {"v": f32(1, 1, 4, 8)}, "v: got shape"),
+    ("quantize", {"dtype": torch.uint8}, "got torch.uint8, expected one of torch.float8_e4m3fn, "),
+    ("rebalance", {"free_pages": i32([[0] * 3] * 2)}, r"free_pages: got shape \[2, 3\], expected"),
+    ("reset_rows", {"capacity": i32([4])}, r"slot_pages: got shape \[1, 2, 4\], expected \[any, 1"),
+    ("scatter_tokens", {"v": f32(1, 2, 9)}, r"v: got shape \[1, 2, 9\], expected \[1, 2, 8\]"),
+    ("scatter_tokens", {"dst": pool(2, 10, 2, 4, 8)},
+     r"k: got shape \[1, 2, 8\], expected \[2, any, 2, 8\]"),
+    ("select", {"scores": f32(1, 3, 4)}, "scores: got 3 heads, expected a multiple or a divisor"),
+    ("select", {"scores": f32(1, 2, 4).double()}, "scores: got dtype torch.float64"),
+    ("select", {"num_pages": i32([3, 3])}, r"num_pages: got shape \[2\], expected \[1\]"),
+    ("select", {"num_pages": i32([3]).to("meta")}, "num_pages: got device meta, expected cpu"),
+    ("select", {"forced": f32(1, 3).bool()}, r"forced: got shape \[1, 3\], expected \[1, 4\]"),
+    ("select", {"forced": f32(1, 4)}, "forced: got dtype torch.float32, expected torch.bool"),
+    ("select", {"rest": f32(1, 3)}, r"rest: got shape \[1, 3\], expected \[1, 2\]"),
+    ("select", {"rest": f32(1, 2).to("meta")}, "rest: got device meta, expected cpu"),
+    ("select", {"rule": SelectRule(heads=2, max_pages=2, invalid_scores=f32(1))},
+     "invalid_scores: got dtype torch.float32, expected torch.i"),
+    ("sketch_score", {"tail": TAIL._replace(pages=i32([1] * 3))}, r"tail.lens: got shape \[4\]"),
+    ("sketch_score", {"tail": TAIL._replace(pages=i32([1] * 3), lens=i32([1] * 3))},
+     "tail.pages: got 3 pages of 1 heads, expected 2 pages of 2 heads, or a multiple of 4"),
+    ("sketch_score", {"tail": TAIL._replace(kv=StoredKV(*[f32(4, 1, 4, 9)] * 2, None))},
+     "tail.kv.k: got shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_of_the_table_are_taken(name: str) -> None:
+    operation, given = CALLS[name]
+    operation(**{key: x.clone() if isinstance(x, Tensor) else x for key, x in given.items()})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"), REFUSED, ids=[f"{name}-{msg[:24]}" for name, _, msg in REFUSED]
+)
+def test_the_error_names_the_tensor(name: str, change: dict[str, Any], message: str) -> None:
+    operation, given = CALLS[name]
+    with pytest.raises(KernelError, match=message):
+        operation(**(given | change))

@@ -1,0 +1,56 @@
+"""Trace files with random selections."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hisparse.trace.format import TraceHeader
+from hisparse.trace.writer import RecordedStep, TraceWriter
+
+#: Pages of 16 tokens, of which a selection has 7.
+HEADER = TraceHeader(
+    note="random",
+    algorithm="quest",
+    scope="kv_head",
+    page_size=16,
+    page_bytes=4096,
+    heads=2,
+    max_pages=7,
+    layers=(0, 1),
+    attended_by=(1, 1),
+    settings={"budget": 128},
+)
+
+
+def write_trace(
+    path: Path, *, steps: int = 20, requests: int = 1, kept: int = 5, page_size: int = 16
+) -> Path:
+    """Write a trace of contexts that begin with 600 tokens.
+
+    Args:
+        path: the file.
+        steps: decode steps of each request.
+        requests: requests, side by side.
+        kept: pages of a selection that the next one has, too.
+        page_size: tokens; a page has bytes in proportion.
+    """
+    header = replace(HEADER, page_size=page_size, page_bytes=256 * page_size)
+    rng, width = np.random.default_rng(0), header.max_pages
+    chosen = np.full((len(header.layers), requests, header.heads, width), -1, np.int32)
+    writer = TraceWriter(path, header, 1 << 30)
+    for step in range(steps):
+        full = (600 + step) // page_size
+        for at in np.ndindex(chosen.shape[:3]):
+            last = chosen[at]
+            old = rng.choice(last, kept if step else 0, replace=False)
+            new = rng.choice(np.setdiff1d(np.arange(full), last), width - len(old), replace=False)
+            chosen[at] = np.sort(np.concatenate([old, new]))
+        seq_lens = np.full(requests, 601 + step)
+        recorded = RecordedStep(np.arange(requests), seq_lens, torch.from_numpy(chosen.copy()))
+        assert writer.put(recorded, wait=True)
+    writer.close()
+    return path

@@ -1,0 +1,116 @@
+"""Replay of recorded selections: each policy follows its rule, on random traces."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hisparse.trace.reader import Selections
+from hisparse.trace.replay import POLICIES, count_hits
+from tests.kernels.lru_oracle import LruOracle
+
+#: Selections of a stream, each with the complete pages of its context.
+Stream = list[tuple[list[int], int]]
+
+
+def selections(*streams: Stream) -> Selections:
+    rows = [row for stream in streams for row in stream]
+    return Selections(
+        np.array([page for pages, _ in rows for page in pages], np.int32),
+        np.array([0, *itertools.accumulate(len(pages) for pages, _ in rows)]),
+        np.array([0, *itertools.accumulate(len(stream) for stream in streams)]),
+        np.array([full for _, full in rows], np.int32),
+    )
+
+
+@st.composite
+def streams(draw: st.DrawFn, widest: int = 5) -> Stream:
+    """A context that grows, and selections of its pages; or one that starts with no page."""
+    full = draw(st.integers(1, 12))
+    cold = draw(st.booleans())
+    stream: Stream = []
+    for _ in range(draw(st.integers(1, 25))):
+        pages = draw(st.sets(st.integers(0, full - 1), max_size=widest))
+        stream.append((sorted(pages), 0 if cold else full))
+        full += draw(st.sampled_from([0, 0, 0, 1, 2]))
+    return stream
+
+
+@given(st.lists(streams(), min_size=1, max_size=3), st.sampled_from(list(POLICIES)))
+def test_streams_do_not_know_of_each_other(given: list[Stream], policy: str) -> None:
+    apart = [count_hits(selections(stream), policy, [5, 8])[0] for stream in given]
+    assert np.array_equal(count_hits(selections(*given), policy, [5, 8]), apart)
+
+
+@given(streams(), st.integers(5, 12))
+def test_lru_is_the_rule_of_lru_diff(stream: Stream, size: int) -> None:
+    """Warm starts and completed pages included: the oracle of ``lru_diff`` counts the same hits."""
+    oracle, full, hits = LruOracle(size), 0, 0
+    for at, (pages, now) in enumerate(stream):
+        if at == 0:
+            oracle.step(list(range(max(0, now - size), now)), list(range(now)))
+        else:
+            for page in range(full, now):
+                oracle.promote(page)
+        full = now
+        hits += oracle.step(pages, list(range(64)))["hits"]
+    assert count_hits(selections(stream), "lru", [size]).item() == hits
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60))
+def test_single_accesses_are_the_lru_of_the_textbook(accesses: list[int]) -> None:
+    """A selection of one page at a time: an OrderedDict."""
+    trace = selections([([page], 0) for page in accesses])
+    for size in range(1, 12):
+        held, hits = OrderedDict[int, None](), 0
+        for page in accesses:
+            hits += page in held
+            held[page] = None
+            held.move_to_end(page)
+            if len(held) > size:
+                held.popitem(last=False)
+        assert count_hits(trace, "lru", [size]).item() == hits
+
+
+@given(streams())
+def test_belady_is_never_below_lru(stream: Stream) -> None:
+    trace, sizes = selections(stream), [5, 6, 8, 11]
+    best = count_hits(trace, "belady", sizes)
+    assert (count_hits(trace, "lru", sizes) <= best).all()
+
+
+@given(streams(widest=2))
+def test_belady_is_the_best_of_all_choices(stream: Stream) -> None:
+    """Every set of pages that a cache of 3 may keep is tried."""
+
+    def contents(held: frozenset[int], new: list[int], pinned: list[int]) -> set[frozenset[int]]:
+        everything = held | set(new)
+        free = sorted(everything - set(pinned))
+        keep = min(len(everything), 3) - len(set(pinned))
+        return {frozenset([*pinned, *c]) for c in itertools.combinations(free, keep)}
+
+    size, full = 3, stream[0][1]
+    states = {frozenset(range(max(0, full - size), full)): 0}
+    for pages, now in stream[:12]:
+        for page in range(full, now):
+            states = {
+                after: max(h for s, h in states.items() if after in contents(s, [page], [page]))
+                for s in states
+                for after in contents(s, [page], [page])
+            }
+        full = now
+        states = {
+            after: max(
+                h + len(s & set(pages))
+                for s, h in states.items()
+                if after in contents(s, pages, pages)
+            )
+            for s in states
+            for after in contents(s, pages, pages)
+        }
+    best = count_hits(selections(stream[:12]), "belady", [size]).item()
+    assert best == max(states.values())
