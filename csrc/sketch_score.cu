@@ -37,6 +37,11 @@ TailParams tail_of(Arguments& in, int64_t requests) {
   return p;
 }
 
+uint64_t alignment_bits(const SketchScoreParams& p) {
+  return reinterpret_cast<uint64_t>(p.sketches) |
+         static_cast<uint64_t>(p.sketch_page | p.sketch_head);
+}
+
 template <typename Layout, int kTiles, int kWords, int kParts>
 void launch(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
   const SketchScoreShared sizes{p.layout, kTiles * kTileQueries, kParts};
@@ -52,7 +57,7 @@ template <typename Layout, int kTiles, int kWords>
 bool launch_known(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
   const SketchLayout known = Layout::get();
   if (p.layout.dim != known.dim || p.layout.page_size != known.page_size ||
-      p.layout.num_channels != known.num_channels) {
+      p.layout.num_channels != known.num_channels || alignment_bits(p) % Layout::kUnit != 0) {
     return false;
   }
   launch<Layout, kTiles, kWords, 1>(on, grid, p);
@@ -101,7 +106,7 @@ void sketch_score(Arguments& in) {
   p.sketches = data_of<const uint8_t>(sketches, "sketches");
   p.sketch_page = sketches.stride(0);
   p.sketch_head = sketches.stride(1);
-  if ((reinterpret_cast<uint64_t>(p.sketches) | p.sketch_page | p.sketch_head) % 4 != 0) {
+  if (alignment_bits(p) % AnyLayout::kUnit != 0) {
     TVM_FFI_THROW(ValueError) << "sketches: got strides of " << p.sketch_page << " and "
                               << p.sketch_head << " bytes, expected multiples of 4";
   }

@@ -49,7 +49,7 @@ struct Workspace {
 HISPARSE_INLINE uint8_t scale_code(float scale) {
   const int32_t bits = bit_cast<int32_t>(scale);
   const int32_t code = ((bits + ((1 << 20) - 1)) >> 20) - kScaleOffset;
-  return static_cast<uint8_t>(std::clamp(code, 0, 255));
+  return static_cast<uint8_t>(std::clamp(code, 0, kMostScale));
 }
 
 // Keys in float32, their range, and in `base` their mean, summed in the order of tokens.

@@ -27,16 +27,6 @@ constexpr int32_t kChannels = 32, kPlaces = kLanes;
 
 constexpr int32_t round_up(int32_t count, int32_t unit) { return (count + unit - 1) / unit * unit; }
 
-// A layout that is known when a kernel is compiled, or only when it runs.
-template <int32_t D, int32_t S, int32_t N>
-struct KnownLayout {
-  static constexpr SketchLayout get() { return {D, S, N}; }
-};
-struct AnyLayout {
-  SketchLayout layout;
-  SketchLayout get() const { return layout; }
-};
-
 // Zeros that begin at a whole register, which makes access twice as fast.
 template <typename T>
 class Buffer {

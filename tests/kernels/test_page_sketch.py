@@ -182,6 +182,15 @@ def test_logits_far_apart_do_not_overflow(impl: str) -> None:
     assert_close(scores, torch.full((1, 2, 1), 2250.0), rtol=0.15, atol=0)
 
 
+def test_keys_beyond_the_largest_scale_are_scored_as_if_at_it(impl: str) -> None:
+    keys = torch.full((2, 16, 1, 8), 3e5)
+    keys[1] = 243_840
+    sketches, layout = sketched(keys, 4, impl)
+    two = torch.arange(2, dtype=torch.int32)
+    scores = sketch_score(torch.ones(1, 1, 8), sketches, two[None], two[1:] + 1, layout, impl=impl)
+    assert_close(scores, torch.full((1, 1, 2), 8 * 243_840.0), rtol=0.01, atol=0)
+
+
 def test_equal_keys_are_their_base(impl: str) -> None:
     """Nothing varies: a zero page and a constant one, exact up to 8 bits."""
     keys = torch.stack([torch.zeros(16, 1, 32), torch.full((16, 1, 32), 5.0)])

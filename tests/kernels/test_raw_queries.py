@@ -88,22 +88,33 @@ def test_a_query_that_is_no_number_gives_no_score(impl: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "dim", "channels", "dtype"),
-    [(16, 64, 20, "bf16"), (7, 21, 5, "fp32"), (5, 136, 9, "fp16"), (1, 24, 0, "bf16")],
+    ("size", "dim", "channels", "dtype", "q_heads"),
+    [
+        (16, 64, 20, "bf16", 4),
+        (7, 21, 5, "fp32", 4),
+        (5, 136, 9, "fp16", 4),
+        (1, 24, 0, "bf16", 4),
+        (16, 128, 40, "bf16", 8),
+        (16, 128, 40, "fp16", 24),
+        (16, 256, 80, "bf16", 6),
+        (16, 576, 180, "bf16", 34),
+        (32, 96, 30, "bf16", 20),
+    ],
 )
 def test_sketch_scores_are_those_of_the_scaled_query(
-    impl: str, dtype: str, size: int, dim: int, channels: int
+    impl: str, dtype: str, size: int, dim: int, channels: int, q_heads: int
 ) -> None:
     torch.manual_seed(1)
     layout = SketchLayout(dim, size, channels)
     keys = torch.randn(50, size, 2, dim) + 3 * torch.randn(2, dim)
     sketches = torch.zeros(50, 2, layout.num_bytes, dtype=torch.uint8)
     page_sketch(keys, sketches, torch.arange(50), layout, impl="reference")
-    query = torch.randn(2, 4, 2, dim).to(DTYPES[dtype])[:, :, 1]
+    query = torch.randn(2, q_heads, 2, dim).to(DTYPES[dtype])[:, :, 1]
     table = torch.randint(50, (2, 80), dtype=torch.int32)
     num_pages = torch.tensor([80, 2], dtype=torch.int32)
     scores = sketch_score(query, sketches, table, num_pages, layout, scale=SCALE, impl=impl)
-    own = sketch_keys(sketches, layout)[table.long()].double().repeat_interleave(2, dim=2)
+    own = sketch_keys(sketches, layout)[table.long()].double()
+    own = own.repeat_interleave(q_heads // 2, dim=2)
     expected = torch.einsum("bhd,bphsd->bhps", SCALE * query.double(), own).logsumexp(-1)
     present = (torch.arange(80) < num_pages[:, None])[:, None].expand_as(scores)
     assert (scores[~present] == -torch.inf).all()

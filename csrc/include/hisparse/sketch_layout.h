@@ -13,6 +13,7 @@ namespace hisparse {
 
 constexpr int32_t kBlock = 8;              // channels whose base values share a scale
 constexpr int32_t kScaleOffset = 107 << 3;
+constexpr int32_t kMostScale = 247;        // the code of 1,920; see sketch/op.py
 
 struct SketchLayout {
   int32_t dim, page_size, num_channels;
@@ -33,6 +34,8 @@ struct SketchLayout {
 template <int32_t D, int32_t S, int32_t N>
 struct KnownLayout {
   static constexpr int32_t kChannels = N;
+  // Bytes that are copied at a time; addresses are multiples of it.
+  static constexpr int32_t kUnit = SketchLayout{D, S, N}.num_bytes() % 8 == 0 ? 8 : 4;
 
   constexpr KnownLayout() = default;
   HISPARSE_ANYWHERE constexpr explicit KnownLayout(const SketchLayout&) {}
@@ -40,6 +43,7 @@ struct KnownLayout {
 };
 struct AnyLayout {
   static constexpr int32_t kChannels = 1 << 30;  // unknown
+  static constexpr int32_t kUnit = 4;
 
   SketchLayout layout;
 

@@ -106,26 +106,18 @@ struct SketchScorer {
   }
 
   // Starts to copy the sketches of pages g and g + 8; a lane takes a quarter of each.
-  template <int kUnit>
-  __device__ void fetch_units(const uint8_t* from, uint8_t* to) const {
-#pragma unroll 1
-    for (int32_t at = kUnit * t; at < layout().num_bytes(); at += 4 * kUnit) {
-      copy_async<kUnit>(to + at, from + at);
-    }
-  }
   __device__ void fetch(const int32_t (&host_pages)[2], int32_t head, int stage) const {
-    // The same for all pages.
-    const uint64_t bits = reinterpret_cast<uint64_t>(p.sketches) |
-                          static_cast<uint64_t>(p.sketch_page | p.sketch_head | layout().num_bytes());
+    constexpr int kUnit = Layout::kUnit;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int32_t page = max(0, min(host_pages[i], p.num_host_pages - 1));
       const uint8_t* from = p.sketches + page * p.sketch_page + head * p.sketch_head;
       uint8_t* to = stages + stage * sizes().stage_bytes() + (g + 8 * i) * sizes().sketch_stride();
-      if (bits % 8 == 0) {
-        fetch_units<8>(from, to);
-      } else {
-        fetch_units<4>(from, to);
+#pragma unroll
+      for (int32_t at = 0; at < layout().num_bytes(); at += 4 * kUnit) {
+        if (at + kUnit * t < layout().num_bytes()) {
+          copy_async<kUnit>(to + at + kUnit * t, from + at + kUnit * t);
+        }
       }
     }
   }
@@ -135,7 +127,7 @@ struct SketchScorer {
     return queries + part * sizes().part_bytes() + channel * sizes().row_bytes();
   }
 
-  // Products of the bases of 16 pages with the queries, times 2^-4, less the factors.
+  // Products of the bases of 16 pages with the queries, times 2^-6, less the factors.
   __device__ void add_bases(const uint8_t* stage, float (&c)[kTiles][4]) const {
     const int32_t each = sizes().blocks_of_lane();
     // This lane's row of a matrix: channels lie as the lanes' bytes do.
@@ -152,7 +144,7 @@ struct SketchScorer {
         const uint2 values =
             there ? *reinterpret_cast<const uint2*>(own + kBlock * block) : uint2{0, 0};
         const uint32_t code = there ? own[layout().block_scales() + block] : 0u;
-        const uint32_t scale = multiply_halves((code | code << 16) << 7, 0x18001800u);  // 2^-9
+        const uint32_t scale = multiply_halves((code | code << 16) << 7, 0x10001000u);  // 2^-11
         const uint32_t zero = multiply_halves(scale, 0xe480e480u);                      // -1152
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
@@ -185,7 +177,14 @@ struct SketchScorer {
     return aligned() ? layout().num_channels / 32 * 32 : 0;
   }
 
-  // Writes down which channels of each page are detailed; where there are fewer, a row of zeros.
+  // Rows of zeros, for the channels that a page lacks.
+  __device__ void clear_order() const {
+    for (int32_t i = lane_id(); i < kBatch * sizes().slots(); i += kWarp) {
+      order[i] = static_cast<uint16_t>(sizes().zero_row());
+    }
+  }
+
+  // Writes down which channels of each page are detailed.
   __device__ void find_order(const uint8_t* stage) const {
     const int32_t each = sizes().blocks_of_lane(), slots = sizes().slots();
     const int32_t there = min(each, layout().blocks() - t * each);
@@ -193,26 +192,25 @@ struct SketchScorer {
     for (int32_t page = g; page < kBatch; page += 8) {
       const uint8_t* mask = stage + page * sizes().sketch_stride() + layout().mask() + t * each;
       int32_t own = 0;
-      for (int32_t j = 0; j < there; ++j) own += __popc(mask[j]);
+#pragma unroll
+      for (int32_t j = 0; j < each; ++j) own += __popc(j < there ? mask[j] : 0u);
       int32_t up_to_here = own;
 #pragma unroll
       for (int distance = 1; distance < 4; distance *= 2) {
         const int32_t lower = __shfl_up_sync(kAllLanes, up_to_here, distance);
         if (t >= distance) up_to_here += lower;
       }
-      uint16_t* out = order + page * slots;
-      int32_t rank = up_to_here - own;
+      // Memory that no sketch was written to may have other masks.
+      if (up_to_here > slots) continue;
+      uint16_t* out = order + page * slots + up_to_here - own;
+      const int32_t first = kBlock * t * each;
 #pragma unroll
       for (int32_t j = 0; j < each; ++j) {
         const unsigned bits = j < there ? mask[j] : 0u;
 #pragma unroll
-        for (int bit = 0; bit < kBlock; ++bit) {
-          if ((bits >> bit & 1u) == 0 || rank >= layout().num_channels) continue;
-          out[rank++] = static_cast<uint16_t>(kBlock * (t * each + j) + bit);
+        for (int32_t bit = 0; bit < kBlock; ++bit) {
+          if (bits >> bit & 1u) *out++ = static_cast<uint16_t>(first + kBlock * j + bit);
         }
-      }
-      if (t == 3) {
-        for (; rank < slots; ++rank) out[rank] = static_cast<uint16_t>(sizes().zero_row());
       }
     }
   }
@@ -454,7 +452,7 @@ struct SketchScorer {
       const int upper = i % 2, tile = i / 2 % kTiles, column = i / (2 * kTiles);
       const int32_t page = first + g + 8 * upper, query = tile * kTileQueries + 2 * t + column;
       if (query >= present || page >= p.width) continue;
-      const float score = fmaf(base[tile][2 * upper + column], factors[tile][column] * 16.0f,
+      const float score = fmaf(base[tile][2 * upper + column], factors[tile][column] * 64.0f,
                                weights[upper][tile][column]);
       out[int64_t{query} * p.width + page] = page < count ? score * kLn2 : -INFINITY;
     }
@@ -530,6 +528,7 @@ __global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlock
   // A captured step has blocks for the longest context.
   if (start < count) {
     load_queries(query, p.scale, sizes, present, shared);
+    scorer.clear_order();
     __syncthreads();  // The queries are there.
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {

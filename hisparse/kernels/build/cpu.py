@@ -87,7 +87,8 @@ def build_cpu() -> Path:
 
 def cpu_sources() -> tuple[list[Path], list[Path]]:
     """The files to compile, and the headers that they include."""
-    headers = [*_SOURCES.glob("*.h"), *_SOURCES.parent.glob("arguments.h")]
+    headers = [*_SOURCES.glob("*.h"), SOURCES / "arguments.h"]
+    headers += SOURCES.glob("include/hisparse/*.h")
     return sorted(_SOURCES.glob("*.cpp")), headers
 
 

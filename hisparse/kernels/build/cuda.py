@@ -72,7 +72,7 @@ def find_nvcc() -> str | None:
 
 def cuda_sources() -> tuple[list[Path], list[Path]]:
     """The files to compile, and those files with all headers."""
-    headers = [*SOURCES.glob("*.h"), *SOURCES.glob("include/hisparse/*.cuh")]
+    headers = [*SOURCES.glob("*.h"), *SOURCES.glob("include/hisparse/*.*h")]
     files = sorted(SOURCES.glob("*.cu"))
     return files, [*files, *headers]
 

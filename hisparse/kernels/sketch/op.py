@@ -31,6 +31,9 @@ BLOCK = 8
 #: A scale's byte plus this offset, shifted to bit 20, is the scale as a float32: five bits of
 #: exponent and three of fraction, from 2^-20 on.
 SCALE_OFFSET = 107 << 3
+#: The largest code, that of 1,920: CUDA multiplies scales as float16 numbers. So numbers of a key
+#: are kept up to 243,840, and taken as that beyond.
+MOST_SCALE = 247
 
 
 class SketchLayout(NamedTuple):

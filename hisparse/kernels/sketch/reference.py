@@ -7,7 +7,14 @@ from torch import Tensor
 
 from hisparse.kernels.attention.op import scaled_query
 from hisparse.kernels.attention.reference import paged_attention
-from hisparse.kernels.sketch.op import BLOCK, SCALE_OFFSET, SketchLayout, TailPages, tail_lse
+from hisparse.kernels.sketch.op import (
+    BLOCK,
+    MOST_SCALE,
+    SCALE_OFFSET,
+    SketchLayout,
+    TailPages,
+    tail_lse,
+)
 
 __all__ = [
     "outline_score",
@@ -154,7 +161,7 @@ def _quantize(base: Tensor, layout: SketchLayout) -> tuple[Tensor, Tensor, Tenso
 def _scale_code(scale: Tensor) -> Tensor:
     """The code of the smallest scale that is not below ``scale``, as int32."""
     bits = scale.contiguous().view(torch.int32)
-    return (((bits + ((1 << 20) - 1)) >> 20) - SCALE_OFFSET).clamp(0, 255)
+    return (((bits + ((1 << 20) - 1)) >> 20) - SCALE_OFFSET).clamp(0, MOST_SCALE)
 
 
 def _scale(code: Tensor) -> Tensor:

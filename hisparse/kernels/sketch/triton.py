@@ -6,17 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.sketch.op import SCALE_OFFSET, SketchLayout
-from hisparse.kernels.sketch.triton_parts import scale_of
-from hisparse.kernels.sketch.triton_score import sketch_score
+from hisparse.kernels.sketch.op import MOST_SCALE, SCALE_OFFSET, SketchLayout
 
-__all__ = ["outline_score", "page_sketch", "sketch_score"]
+__all__ = ["outline_score", "page_sketch"]
 
 #: Smallest sizes of a matrix product, for outlines.
 _PAGES = 16
 _MOST_QUERIES = 16
 _CHANNELS = 32
-_OFFSET = tl.constexpr(SCALE_OFFSET)
+_OFFSET, _MOST = tl.constexpr(SCALE_OFFSET), tl.constexpr(MOST_SCALE)
 
 
 def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
@@ -40,10 +38,16 @@ def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: Sket
 
 
 @triton.jit
+def _scale_of(code):
+    """The scale of a code, as float32."""
+    return ((code.to(tl.int32) + _OFFSET) << 20).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _scale_code(scale):
     """The code of the smallest scale that is not below ``scale``."""
     code = ((scale.to(tl.int32, bitcast=True) + 0xFFFFF) >> 20) - _OFFSET
-    return tl.minimum(tl.maximum(code, 0), 255)
+    return tl.minimum(tl.maximum(code, 0), _MOST)
 
 
 @triton.jit
@@ -95,7 +99,7 @@ def _sketch_kernel(
         base = tl.where(chosen, high * 0.5 + low * 0.5, base)
     top = tl.max(tl.reshape(tl.abs(base), (DIM_BLOCK // 8, 8)), axis=1)
     block_code = _scale_code(tl.div_rn(top, tl.full((DIM_BLOCK // 8,), 127.0, tl.float32)))
-    block_scale = tl.broadcast_to(scale_of(block_code)[:, None], (DIM_BLOCK // 8, 8))
+    block_scale = tl.broadcast_to(_scale_of(block_code)[:, None], (DIM_BLOCK // 8, 8))
     block_scale = tl.reshape(block_scale, (DIM_BLOCK,))
     whole = tl.minimum(tl.maximum(tl.div_rn(base, block_scale), -127.0), 127.0)
     # Adding this constant leaves no bits for a fraction, which rounds to the nearest, ties to even.
@@ -108,7 +112,7 @@ def _sketch_kernel(
     tl.store(scales + block, block_code.to(tl.uint8), mask=block < BLOCKS)
     if COUNT > 0:
         code = _scale_code(tl.maximum(high - base, base - low) * 0.5)
-        scale = scale_of(code)
+        scale = _scale_of(code)
         bits = chosen.to(tl.int32)
         place = tl.cumsum(bits, 0) - 1
         mask = tl.sum(tl.reshape(bits << (dim % 8), (DIM_BLOCK // 8, 8)), axis=1)

@@ -37,8 +37,8 @@ def load(sources: Path, cache: Path, optimization: str = "-O0") -> Any:
 
     includes = [f"-I{folder}" for folder in (HEADERS, sources, sources / "include")]
     files = [*sorted(sources.glob("*.cu")), HEADERS / "controls.cpp"]
-    parts = [*files, *sources.glob("*.h"), *sources.glob("include/hisparse/*.cuh")]
-    parts += HEADERS.glob("*.h")
+    parts = [*files, *sources.glob("*.h"), *sources.glob("include/hisparse/*.*h")]
+    parts += [*HEADERS.glob("*.h"), *HEADERS.glob("hisparse/*.cuh")]
     headers, link = binding_flags()
     command = [
         cxx_compiler(),
@@ -65,7 +65,7 @@ def spoiled(
     that stand there once, and what replaces them.
     """
     files = [SOURCES / name for name in sources]
-    for path in [*files, *SOURCES.glob("*.h"), *SOURCES.glob("include/*/*.cuh")]:
+    for path in [*files, *SOURCES.glob("*.h"), *SOURCES.glob("include/*/*.*h")]:
         text = path.read_text()
         for old, new in changes.get(path.name, ()):
             assert text.count(old) == 1, f"{path.name}: {text.count(old)} times {old!r}"
