@@ -69,6 +69,9 @@ def _page_rows(first_head: str) -> list[list[str]]:
 
 
 def test_every_figure_of_the_quality_page_is_the_results(result: dict[str, Any]) -> None:
+    for x in (*result["cells"], *result["summary"]):
+        # The results are older than the option's end: every index is flat.
+        x["method"] = x["method"].replace(",index=flat", "")
     cells = {(x["method"], x["budget"], x["task"]): x for x in result["cells"]}
     lines = {(x["method"], x["budget"]): x for x in result["summary"]}
     dense = next(key for key in lines if key[0] == "dense")
