@@ -99,7 +99,7 @@ test-faults: setup
 	@$(python) -m tests.prepare
 	PART=faults OMP_NUM_THREADS=1 $(python) -m pytest tests/server/test_faults.py \
 		tests/server/test_http.py tests/kernels/test_build_faults.py tests/cache/test_allocate.py \
-		tests/eval/test_eval_full_disk.py tests/memory/test_memory.py \
+		tests/eval/test_records.py tests/memory/test_memory.py \
 		tests/storage/test_lost_pages.py tests/storage/test_killed_writers.py \
 		tests/storage/test_eviction.py \
 		tests/storage/test_lost_index.py tests/storage/test_random_faults.py \

@@ -62,7 +62,7 @@ int64_t num_calls(const Runs& runs) {
 }
 
 // Page-locked memory is registered in pieces that end at multiples of `piece` in the address space
-// (hisparse/cache/page_lock.py). A call must not span two registrations.
+// (hisparse/cache/allocate.py). A call must not span two registrations.
 struct Copier {
   int64_t piece;
   cudaStream_t stream;

@@ -49,6 +49,12 @@ void launch(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
   int warps = kScoreWarps;
   const auto bytes = [&] { return int64_t{sizes.warps()} + int64_t{warps} * sizes.warp_bytes(); };
   while (warps > 1 && bytes() > most) warps /= 2;
+  if (bytes() > most) {
+    TVM_FFI_THROW(ValueError) << "sketches: got pages of " << p.layout.page_size << " tokens, whose "
+                              << "sketches of " << p.layout.num_bytes() << " bytes take more than "
+                              << "the " << most << " bytes of shared memory that a block of this "
+                              << "GPU has; expected a smaller page_size";
+  }
   on.launch("sketch_score", sketch_score_kernel<Layout, kTiles, kWords, kParts>, grid,
             warps * kWarp, bytes(), p);
 }

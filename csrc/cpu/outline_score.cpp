@@ -1,5 +1,5 @@
 // outline_score: q.k of every page, with one k for the page, straight from the outlines by host
-// page. hisparse/kernels/outline.py describes their bytes.
+// page. outline_bytes in hisparse/kernels/sketch/op.py describes their bytes.
 #include "dots.h"
 #include "parallel.h"
 #include "simd.h"

@@ -91,11 +91,10 @@ class BaseSparseAlgorithm(ABC):
     #: Whether the tail page is ranked with the other pages. A selection then holds up to
     #: ``budget / S`` pages, and the tail page is attended only if the selection holds fewer.
     ranks_tail: ClassVar[bool] = False
-    #: The most kernels that a selecting layer launches on a GPU, attention included, in a step of a
-    #: CUDA graph and in an eager one that fills no tail page. ``hisparse plan`` estimates times
-    #: with them. The default is that of ``summarize`` and ``score`` of one operator or two.
+    #: The most kernels that a selecting layer launches in a CUDA graph, attention included.
+    #: ``hisparse plan`` estimates times with it. The default is that of ``summarize`` and ``score``
+    #: of one operator or two.
     captured_launches: ClassVar[int] = 11
-    eager_launches: ClassVar[int] = 7
     #: Instructions that scoring starts for each KiB of representations; 0: not counted.
     score_instructions: ClassVar[int] = 0
 

@@ -43,7 +43,6 @@ class DSA(BaseSparseAlgorithm):
     indexer: ClassVar[bool] = True
     ranks_tail: ClassVar[bool] = True
     captured_launches: ClassVar[int] = 8
-    eager_launches: ClassVar[int] = 8
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         width = policy.kv.index_head_dim

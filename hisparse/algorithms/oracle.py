@@ -28,7 +28,6 @@ class Oracle(PageScoreAlgorithm):
     """
 
     captured_launches: ClassVar[int] = 12
-    eager_launches: ClassVar[int] = 10
 
     reduce: Literal["logsumexp", "max"] = "logsumexp"
 

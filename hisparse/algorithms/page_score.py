@@ -47,8 +47,8 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
             step: the step.
 
         Returns:
-            ``[B, heads, step.max_pages]``; higher is kept. ``heads`` is a divisor of Hq. Entries
-            without a page are ignored.
+            ``[B, heads, step.max_pages]`` of any float dtype; higher is kept. ``heads`` is a
+            divisor of Hq. Entries without a page are ignored.
         """
 
     def construct_representations(
@@ -93,7 +93,7 @@ class PageScoreAlgorithm(RankedPagesAlgorithm):
     @abstractmethod
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
         """``query [B, Hq, D]`` (times the softmax scale), ``summaries [B, P, *summary]``
-        -> ``[B, Hq or Hkv, P]``; higher is kept.
+        -> ``[B, Hq or Hkv, P]`` of any float dtype; higher is kept.
         """
 
     def captured_bytes(self, policy: SelectionPolicy, num_pages: int) -> int:

@@ -32,7 +32,6 @@ class Quest(RankedPagesAlgorithm):
     """
 
     captured_launches: ClassVar[int] = 8
-    eager_launches: ClassVar[int] = 6
     score_instructions: ClassVar[int] = 89
 
     ranges: int = 4

@@ -48,7 +48,6 @@ class Sketch(BaseSparseAlgorithm):
     """
 
     captured_launches: ClassVar[int] = 8
-    eager_launches: ClassVar[int] = 6
     score_instructions: ClassVar[int] = 380
 
     detail: float = 0.3125

@@ -33,7 +33,6 @@ class SnapKV(BaseSparseAlgorithm):
     """
 
     captured_launches: ClassVar[int] = 18
-    eager_launches: ClassVar[int] = 17
 
     window: int = 32
 

@@ -20,7 +20,6 @@ class Streaming(RankedPagesAlgorithm):
     """Keeps the first pages and the most recent ones, whatever the query. A baseline."""
 
     captured_launches: ClassVar[int] = 6
-    eager_launches: ClassVar[int] = 5
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         return {}

@@ -40,7 +40,6 @@ class TopP(BaseSparseAlgorithm):
 
     variable_lengths: ClassVar[bool] = True
     captured_launches: ClassVar[int] = 189
-    eager_launches: ClassVar[int] = 168
 
     mass: float = 0.95
 

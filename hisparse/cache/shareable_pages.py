@@ -1,4 +1,4 @@
-"""Which host pages a store may share: those whose K and V dense attention alone has led to."""
+"""Which host pages a store may share: those with K and V that dense attention computed."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _RATES = {
 }
 _LATENCIES = ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency")
 #: Memory of hisparse, in bytes.
-_PARTS = tuple(f"host_{x}" for x in ("kv", "representation", "index"))
+_PARTS = tuple(f"host_{x}" for x in ("kv", "representation"))
 _PARTS += tuple(f"device_{x}" for x in ("kv", "representation", "table"))
 
 

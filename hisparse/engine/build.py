@@ -223,8 +223,8 @@ def build_engine(
     )
     adapter = ADAPTERS.get(setup.adapter.name)()
     algorithm = setup.algorithm
-    # A head that selects for itself needs no others, a model's own indexer is on every rank, and an
-    # algorithm that keeps queries of the prompt keeps those of this rank's heads.
+    # Ranks exchange queries only where all heads share a selection. A model's own indexer is on
+    # every rank, and an algorithm that keeps a prompt's queries keeps those of this rank's heads.
     shared = host.format.replicated and setup.policy.heads == 1
     shared = shared and not (algorithm.indexer or algorithm.query_window)
     return build(
@@ -266,8 +266,7 @@ def build(
     """
     config = resolved.config
     types: dict[str, type[Extension]] = {x: EXTENSIONS.get(x) for x in config.extensions}
-    named = [name for cls in types.values() for name in cls.counters]
-    num_layers = policy.kv.num_layers
+    named, num_layers = [x for cls in types.values() for x in cls.counters], policy.kv.num_layers
     counters = Counters(device, named, layers=num_layers if config.layer_metrics else 0)
     if config.overlap and streams is None:
         streams = make_streams(device)

@@ -61,17 +61,7 @@ def record_algorithms(
     Raises:
         ConfigError: a setting is invalid, the text is too short, or no step was sparse.
     """
-    settings = parse_object(config or "{}", "--config", '{"page_size": 32}')
-    if "budget" in sizes:
-        settings["budget"] = sizes["budget"]
-    elif "top_k" not in settings:  # The other name of budget.
-        settings.setdefault("budget", DEFAULTS["budget"])
-    algorithms = algorithms or [settings.get("algorithm", HiSparseConfig.algorithm)]
-    each = [settings | {"algorithm": x} for x in algorithms]
-    for chosen in each:
-        if "trace" in chosen:
-            raise ConfigError('--config: got "trace", expected --out to name the file')
-        build_algorithm(HiSparseConfig.from_dict(chosen))
+    each = _settings(algorithms, config, sizes.get("budget"))
     from transformers import AutoModelForCausalLM
 
     name, sizes = model or "smollm2-135m", {**DEFAULTS, **sizes}
@@ -85,7 +75,8 @@ def record_algorithms(
         )
     net = models.load(AutoModelForCausalLM, folder).eval()
     note = f"{name}, {text.name if text else 'built-in texts'}"
-    for label, chosen in zip(algorithms, each, strict=True):
+    for chosen in each:
+        label = chosen["algorithm"]
 
         def say(step: int, label: str = label) -> None:
             progress(f"{label}: step {step + 1} of {sizes['steps']}")
@@ -99,6 +90,24 @@ def record_algorithms(
             note=note,
             progress=say,
         )
+
+
+def _settings(
+    algorithms: Sequence[str] | None, config: str | None, budget: int | None
+) -> list[dict[str, Any]]:
+    """The settings of each algorithm, checked."""
+    settings = parse_object(config or "{}", "--config", '{"page_size": 32}')
+    if budget is not None:
+        settings["budget"] = budget
+    elif "top_k" not in settings:  # The other name of budget.
+        settings.setdefault("budget", DEFAULTS["budget"])
+    names = algorithms or [settings.get("algorithm", HiSparseConfig.algorithm)]
+    each = [settings | {"algorithm": name} for name in names]
+    for chosen in each:
+        if "trace" in chosen:
+            raise ConfigError('--config: got "trace", expected --out to name the file')
+        build_algorithm(HiSparseConfig.from_dict(chosen))
+    return each
 
 
 def record_model(

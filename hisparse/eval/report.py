@@ -112,7 +112,10 @@ def check_reports(files: Sequence[Path]) -> None:
                 f"--report: got {str(file)!r}, expected a name that ends in .md or .html"
             )
         if not file.parent.is_dir():
-            raise ConfigError(f"--report: got {str(file)!r}, but {str(file.parent)!r} is no folder")
+            raise ConfigError(
+                f"--report: got {str(file)!r}, expected a file in a folder that exists; "
+                f"{str(file.parent)!r} does not"
+            )
     if any(file.suffix == ".html" for file in files):
         check_matplotlib("--report as HTML")
 

@@ -36,7 +36,7 @@ class LruStacks:
 
         Args:
             layer_id: the layer.
-            slots: ``[B] int64``, request slots; none is larger than those of the first visit.
+            slots: ``[B] int64``, request slots.
             seq_lens: ``[B] int64``, tokens. A slot whose length is not one more than at its last
                 selection belongs to another request, and its stack starts empty.
             pages: ``[B, H, K]``, selected pages, -1 padded at the end.
@@ -45,18 +45,27 @@ class LruStacks:
             ``[B, H, K]``, the depth of each page, ``depth`` or more if it is not in the stack;
             ``[B, H]``, pages of the selection before; ``[B]``, whether there was one.
         """
-        if layer_id not in self._layers:
-            count, heads = int(slots.max()) + 1, pages.shape[1]
-            stacks = torch.full((count, heads, max(self._depth, pages.shape[2])), -1)
-            widths = torch.zeros(count, heads, dtype=torch.long)
-            self._layers[layer_id] = (stacks, widths, torch.full((count,), -1))
-        stacks, widths, lengths = self._layers[layer_id]
+        stacks, widths, lengths = self._state(layer_id, int(slots.max()) + 1, pages)
         known = lengths[slots] == seq_lens - 1
         stacks[slots[~known]] = -1
         before = widths[slots] * known[:, None]
         depths, stacks[slots] = push(stacks[slots], pages.long())
         widths[slots], lengths[slots] = (pages >= 0).sum(-1), seq_lens
         return depths, before, known
+
+    def _state(self, layer_id: int, count: int, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's state, for at least ``count`` slots."""
+        old = self._layers.get(layer_id)
+        more = count if old is None else count - len(old[2])
+        if more > 0:
+            heads, depth = pages.shape[1], max(self._depth, pages.shape[2])
+            stacks, widths = torch.full((more, heads, depth), -1), torch.zeros(more, heads).long()
+            new = (stacks, widths, torch.full((more,), -1))
+            if old is not None:
+                first, second, third = map(torch.cat, zip(old, new, strict=True))
+                new = (first, second, third)
+            self._layers[layer_id] = new
+        return self._layers[layer_id]
 
 
 def push(stack: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from hisparse.errors import KernelError
 
 __all__ = [
     "INTERPRETED",
@@ -14,11 +17,10 @@ __all__ = [
     "cap_logits",
     "dot_parts",
     "from_e4m3",
-    "load_query",
     "num_parts",
     "power_of",
-    "powers_of_queries",
     "reads_e4m3",
+    "require_dense_rows",
     "rounded",
     "shared_bytes",
 ]
@@ -36,6 +38,19 @@ def shared_bytes(device: torch.device) -> int:
         return LARGEST_SHARED
     about: Any = torch.cuda.get_device_properties(device)
     return int(about.shared_memory_per_block_optin)
+
+
+def require_dense_rows(**tensors: Tensor | None) -> None:
+    """Require that kernels can read rows of tensors without a stride; None is passed over.
+
+    Raises:
+        KernelError: names the tensor.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise KernelError(
+                f"{name}: got stride {tensor.stride(-1)} in its last dimension, expected 1"
+            )
 
 
 @triton.jit
@@ -92,34 +107,6 @@ def power_of(largest, TOP: tl.constexpr):
     up = (254 + TOP - exponent) << 23
     down = (exponent - TOP) << 23
     return up.to(tl.float32, bitcast=True), down.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_query(asking, start, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """``[Q, DIM_BLOCK] float32``, channels of queries.
-
-    Args:
-        asking: the place of each query's first channel, the stride of channels, and whether it is
-            a query of the model: ``([Q], scalar, [Q])``.
-        start: first channel.
-        DIM: channels of a query; others are 0.
-        DIM_BLOCK: channels that are loaded.
-    """
-    source, stride, asked = asking
-    dim = start + tl.arange(0, DIM_BLOCK)
-    there = asked[:, None] & (dim < DIM)[None, :]
-    q = tl.load(source[:, None] + (dim * stride)[None, :], mask=there, other=0.0)
-    return q.to(tl.float32)
-
-
-@triton.jit
-def powers_of_queries(asking, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    """``[Q]`` each: powers of two under which float16 holds the queries, and their inverses."""
-    largest = tl.zeros(asking[2].shape, tl.float32)
-    for start in range(0, DIM, DIM_BLOCK):
-        q = load_query(asking, start, DIM, DIM_BLOCK)
-        largest = tl.maximum(largest, tl.max(tl.abs(q), axis=1))
-    return power_of(largest, 14)
 
 
 @triton.jit

@@ -142,7 +142,7 @@ class Folder:
             opened = self.index.opened
             if opened and os.path.samestat(opened, os.stat(self._file)):
                 return
-        reason = "its index was deleted or replaced while it was open"
+        reason = "its index was deleted or replaced while it was open, expected the one that it had"
         if not self.read_only:
             self._leave(f"{reason}; start it again")
         raise OSError(errno.ESTALE, reason)

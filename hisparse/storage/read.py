@@ -124,7 +124,9 @@ def _read_page(
     if segment.read([block, view], row.place.offset) < BLOCK_BYTES + namespace.page_bytes:
         raise _DamagedError("short")
     header = read_header(block)
-    if header is None or (header.namespace, header.key) != (namespace, row.key):
+    if header is None or header.key != row.key:
+        raise _DamagedError("header")
+    if header.namespace.key_bytes != namespace.key_bytes:
         raise _DamagedError("header")
     if reason := damaged_part(view, header):
         raise _DamagedError(reason)

@@ -59,7 +59,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             user alone: links in it, and what others own or can write to, are refused.
         size_bytes: limit of the bytes of segments and contexts; None: no limit. Each process may
             exceed it by one record, and a collection by what it copies at once.
-        policy: which pages leave first; one of :data:`POLICIES`.
+        policy: which pages leave first: "lru", "lfu" or "ttl".
         ttl_s: seconds that an unused page stays; needed by "ttl" and refused by the others.
         segment_bytes: size at which a segment is closed; None: ``size_bytes`` / 64 within 4 MiB
             and 1 GiB.

@@ -100,14 +100,8 @@ def build_store(
     setup.sizing = resize(setup.sizing, kv_tokens=num_pages * spec.page_size)
     host = HostKVPool(spec, num_pages + 1, setup.resolved.layout, pin=device.type == "cuda")
     coordinator = build_engine(setup, host, num_slots=max_rows + 1, device=device)
-    store = RowStore(
-        coordinator,
-        max_rows=max_rows,
-        row_pages=row_pages,
-        num_pages=num_pages,
-        device=device,
-    )
-    return store, max_length
+    shape = {"max_rows": max_rows, "row_pages": row_pages, "num_pages": num_pages}
+    return RowStore(coordinator, **shape, device=device), max_length
 
 
 def _check_sizes(setup: EngineSetup, max_rows: int, num_pages: int) -> None:

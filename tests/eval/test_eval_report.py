@@ -271,7 +271,10 @@ def test_a_file_that_is_no_result_is_refused(
     ("arguments", "message"),
     [
         (["--report", "x.pdf"], "got 'x.pdf', expected a name that ends in .md or .html"),
-        (["--report", "no/such/x.md"], "got 'no/such/x.md', but 'no/such' is no folder"),
+        (
+            ["--report", "no/such/x.md"],
+            "got 'no/such/x.md', expected a file in a folder that exists",
+        ),
         (["--from", "x.json"], "--from: got no --report, expected --report FILE.md"),
         (["--from", "x.json", "--report", "x.md", "--json"], "--from: got --json"),
         (["--from", "absent.json", "--report", "x.md"], "cannot read 'absent.json': No such"),

@@ -63,3 +63,16 @@ def test_a_slot_of_another_request_begins_anew() -> None:
     assert depths.tolist() == [[[4, 4]]]
     _, _, known = stacks.visit(1, slots, torch.tensor([51]), pages)
     assert not known.any(), "another layer has its own order"
+
+
+def test_a_slot_that_comes_later_starts_empty() -> None:
+    """A batch may begin with lower request slots than the next one has."""
+    stacks = LruStacks(4)
+    pages = torch.tensor([[[3, 5]]])
+    stacks.visit(0, torch.tensor([1]), torch.tensor([10]), pages)
+    depths, _, known = stacks.visit(0, torch.tensor([4]), torch.tensor([7]), pages)
+    assert (depths >= 4).all()
+    assert not known.any()
+    depths, _, known = stacks.visit(0, torch.tensor([1]), torch.tensor([11]), pages)
+    assert (depths < 4).all()
+    assert known.all()

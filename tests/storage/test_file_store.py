@@ -77,6 +77,11 @@ def test_namespaces_share_a_folder_and_no_page(store: FileStore, other: dict[str
     assert read(store, [key], namespace) == read(store, [key]) == [True]
 
 
+def test_sizes_of_parts_may_be_a_list(store: FileStore) -> None:
+    (key,) = fill(store, [1])
+    assert read(store, [key], replace(NAMESPACE, part_bytes=[*NAMESPACE.part_bytes])) == [True]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

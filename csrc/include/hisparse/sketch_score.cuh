@@ -76,7 +76,8 @@ struct SketchScoreShared {
   HISPARSE_ANYWHERE constexpr int32_t warp_bytes() const { return order_bytes() + 2 * stage_bytes(); }
 };
 
-// A code's scale as a float16 number, times 2^5, for two codes: bytes `which` and the next of x.
+// Scales as float16 numbers, times 2^5, of two codes: bytes `which` and the next of x. Codes below 8
+// stand for scales under 2^-19, and come out as less.
 __device__ inline uint32_t scales_in(uint32_t x, int which) {
   return permute_bytes(x, 0u, which == 0 ? 0x1404u : 0x3424u) >> 1;
 }
@@ -215,13 +216,14 @@ struct SketchScorer {
     }
   }
 
-  // The codes of one channel for the tokens of a word; 0 beyond the last.
+  // The codes of one channel for the tokens of a word; any beyond the last, where queries are 0.
   __device__ uint32_t codes_of(const uint8_t* sketch, int32_t slot, int32_t word) const {
     const SketchLayout l = layout();
+    slot = min(slot, l.num_channels - 1);
     const uint8_t* at = sketch + l.dim + slot * l.code_bytes() + 4 * word;
     if (aligned()) return *reinterpret_cast<const uint32_t*>(at);
     uint32_t out = 0;
-    for (int32_t b = 0; b < 4 && 4 * word + b < l.code_bytes() && slot < l.num_channels; ++b) {
+    for (int32_t b = 0; b < 4 && 4 * word + b < l.code_bytes(); ++b) {
       out |= uint32_t{at[b]} << 8 * b;
     }
     return out;

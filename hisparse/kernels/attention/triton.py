@@ -26,6 +26,7 @@ from hisparse.kernels.triton_common import (
     INTERPRETED,
     LARGEST_SHARED,
     cap_logits,
+    require_dense_rows,
     rounded,
     shared_bytes,
 )
@@ -59,6 +60,8 @@ def paged_attention(
     to logits and weights.
     """
     rows, queries, _ = query.shape
+    require_dense_rows(k=kv.k, v=kv.v, scales=kv.scales)
+    seq_lens = seq_lens.contiguous()
     sizes = _sizes(query, kv)
     heads, value = kv.k.shape[1], sizes["VALUE"]
     blocks = heads * triton.cdiv(sizes["GROUP"], sizes["QUERIES"])

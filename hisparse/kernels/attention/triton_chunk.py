@@ -16,6 +16,7 @@ from hisparse.kernels.triton_common import (
     INTERPRETED,
     LARGEST_SHARED,
     cap_logits,
+    require_dense_rows,
     rounded,
     shared_bytes,
 )
@@ -42,6 +43,7 @@ def chunk_attention(
     are the first columns of the keys (MLA: 512 of 576), the kernel reads keys once for both.
     """
     tokens, queries, width = query.shape
+    require_dense_rows(k=k, v=v)
     (num_keys, heads), value_width = k.shape[:2], v.shape[-1]
     out = query.new_empty(tokens, queries, value_width)
     lse = query.new_empty(tokens, queries, dtype=torch.float32)

@@ -173,8 +173,8 @@ def append_tokens(
     """Write each request's new token to its host slot and to the tail pages of its rows.
 
     Args:
-        k: ``[T, H, Dk]``, any strides.
-        v: ``[T, H, Dv]``, any strides; not read where ``host.v`` is a view of ``host.k``.
+        k: ``[T, H, Dk]``, in the dtype of the pools, any strides.
+        v: ``[T, H, Dv]``, alike; not read where ``host.v`` is a view of ``host.k``.
         host: ``[P, H, S, D]`` pages, any strides. Written to.
         host_slots: ``[T] int64``, page times S, plus the offset in it.
         device: ``[N, Hr, S, D]`` pages, any strides. Written to. Hr is H, or 1: then row r of R

@@ -299,7 +299,7 @@ PREFILL_OR_DECODE: Final = Option(
 DECODE: Final = Option(given=_disaggregation("decode"), expected="no --disaggregation-mode")
 STORAGE: Final = Option(given=_storage, expected="no storage", feature="storage")
 INDEXER: Final = Option(
-    given=_indexer, expected="an algorithm without an indexer: sketch, quest", feature="dsa"
+    given=_indexer, expected="an algorithm without an indexer, such as sketch", feature="dsa"
 )
 GPU: Final = Option(
     given=lambda start: "" if start.device == "cpu" else f"device {start.device}", expected="cpu"

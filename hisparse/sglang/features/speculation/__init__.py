@@ -144,8 +144,7 @@ def check_rollback(setup: EngineSetup, speculation: str) -> None:
     if any(kind.per == "request" for kind in kinds):
         raise ConfigError(
             f"--speculative-algorithm is {speculation}, but algorithm {name!r} "
-            "keeps state of requests; expected one that keeps state of pages alone: sketch, quest, "
-            "dsa, topp, dipr"
+            "keeps state of requests; expected one that keeps state only of pages, such as sketch"
         )
 
 

@@ -17,6 +17,7 @@ from hisparse.storage import Namespace
 
 #: Seconds for which a record counts as absent.
 _SECONDS: Final = 60.0
+_MOST_KEYS: Final = 65536
 
 
 class LostKeys:
@@ -39,6 +40,8 @@ class LostKeys:
             for key in keys:
                 self._until.pop(key, None)  # The oldest stay first.
                 self._until[key] = until
+            for key in list(self._until)[:-_MOST_KEYS]:
+                del self._until[key]
 
     def drop(self, keys: Iterable[str]) -> None:
         """Forget records that were written again."""
