@@ -15,8 +15,8 @@ from hisparse.errors import ConfigError, HiSparseError
 from hisparse.kernels import chunk_index_score, index_score, select, store_index_keys
 from hisparse.types import IndexerInputs, Selection, SelectionScope
 
-#: Queries of a prompt per block: limits the memory for scores.
-_QUERY_BLOCK = 64
+#: Queries of a prompt per block at least, and bytes of their scores on a GPU at most.
+_QUERY_BLOCK, _SCORE_BYTES = 64, 64 << 20
 
 _KEY, _SCALE = "index_key", "index_scale"
 
@@ -102,12 +102,15 @@ class DSA(BaseSparseAlgorithm):
         end = step.start + step.length
         if end <= step.policy.max_pages:
             return None
-        new, table = _inputs(step), step.context_pages[None]
+        new, table = _inputs(step), step.context_pages
         keys, scales = self._stored(layer_id, step)
         counts = torch.arange(step.start + 1, end + 1, dtype=torch.int32, device=table.device)
         parts = []
-        for part in _blocks(step.length, _QUERY_BLOCK):
-            scores = chunk_index_score(new.take(part), keys, table, scales).movedim(1, 0)
+        # Small blocks stay in a CPU's cache; a GPU takes all queries in a launch where it can.
+        block = _QUERY_BLOCK if table.device.type == "cpu" else _SCORE_BYTES // (4 * end)
+        for part in _blocks(step.length, max(block, _QUERY_BLOCK)):
+            given = (new.take(part), keys, table, counts[part])
+            scores = chunk_index_score(*given, scales=scales)
             forced = _forced(counts[part], end, step.policy)
             chosen = select(scores, counts[part], step.policy.rule, forced=forced)
             parts.append(chosen.pages[:, 0])

@@ -1,15 +1,14 @@
 # ruff: noqa: F403
 """The operations on pages. Each family has a folder, whose ``op.py`` says what it offers here.
 
-``drop_pages``, ``page_outline``, ``chunk_index_score`` and ``cap_logits`` have no implementations
-to choose from: they are PyTorch's operations.
+``drop_pages``, ``page_outline`` and ``cap_logits`` have no implementations to choose from: they are
+PyTorch's operations.
 """
 
 from hisparse.kernels.arguments import verify_indices as verify_indices
 from hisparse.kernels.attention.op import *
 from hisparse.kernels.attention.reference import cap_logits as cap_logits
 from hisparse.kernels.index.op import *
-from hisparse.kernels.index.reference import chunk_index_score as chunk_index_score
 from hisparse.kernels.keys.op import *
 from hisparse.kernels.lru.op import *
 from hisparse.kernels.quantize.op import *

@@ -50,8 +50,8 @@ GPUS: Final[Mapping[str, Hardware]] = {
 #: us from the start of a small kernel to that of the next one ("Look Ma, No Bubbles", 2025), and of
 #: the smallest attention kernel (vllm-project/flash-attention, pull request 63).
 _LAUNCH_US, _ATTENTION_US = 2.0, 11.0
-#: Instructions that an SM starts in a clock: half of the most that it can, since scoring kernels wait
-#: for shared memory and matrix products. Not measured.
+#: Instructions that an SM starts in a clock: half of the most that it can, since scoring kernels
+#: wait for shared memory and matrix products. Not measured.
 _STARTS: Final = 2.0
 
 #: With representations in host memory, whose candidates PyTorch's operators collect.

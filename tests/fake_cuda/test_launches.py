@@ -93,6 +93,12 @@ def test_a_layer_launches_no_more_than_its_algorithm_says(
     assert counts.prefill
 
 
+def test_an_indexer_scores_a_chunk_in_one_launch() -> None:
+    """Whatever its length and that of the prefix, within 64 MiB of scores."""
+    prefill = count("dsa", "MLA", "layer").prefill
+    assert [n for name, n in prefill.items() if "score" in name] == [1]
+
+
 def test_mixed_devices_and_host_reads_are_refused() -> None:
     with fake_cuda():
         here, there = torch.zeros(4), torch.zeros(4, dtype=torch.int64, device=CUDA)

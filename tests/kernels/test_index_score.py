@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.kernels import index_score, store_index_keys
+from hisparse.kernels import chunk_index_score, index_score, store_index_keys
 from hisparse.types import IndexerInputs
 from tests.kernels.test_raw_queries import read_as_bytes
 
@@ -61,6 +61,28 @@ def test_scores_are_the_papers_sum(
     present = torch.arange(141) <= num_pages[:, None]
     assert scores.shape == (3, 1, 141)
     assert ((scores[:, 0] - expected).abs() <= 2e-6 * size)[present].all()
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_tokens_of_a_prompt_are_scored_by_stored_keys(impl: str, kind: str) -> None:
+    """Their own keys too, which eight bits have rounded."""
+    torch.manual_seed(2)
+    keys, scales = pool(200, 24, kind)
+    store_index_keys(
+        torch.randn(199, 24), keys, torch.arange(1, 200), scales=scales, impl="reference"
+    )
+    new = IndexerInputs(torch.randn(70, 6, 24), torch.zeros(70, 24), torch.randn(70, 6))
+    table = 1 + torch.randperm(199)[:131].int()
+    num_tokens = torch.arange(62, 132, dtype=torch.int32)
+    scores = chunk_index_score(new, keys, table, num_tokens, scales=scales, impl=impl)
+    own = (keys.double() if scales is None else keys.double() * scales[:, None])[table.long()]
+    products = torch.einsum("thd,pd->thp", new.queries.double(), own).relu()
+    expected = (products * new.weights.double()[..., None]).sum(1)
+    assert scores.shape == (70, 1, 131)
+    present = torch.arange(131) < num_tokens[:, None]
+    torch.testing.assert_close(
+        scores[:, 0].double()[present], expected[present], rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", STORED)

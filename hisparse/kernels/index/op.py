@@ -13,7 +13,7 @@ from hisparse.kernels.operation import Operation
 from hisparse.kernels.quantize.op import check_scales
 from hisparse.types import IndexerInputs
 
-__all__ = ["index_score", "store_index_keys"]
+__all__ = ["chunk_index_score", "index_score", "store_index_keys"]
 
 _KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
@@ -31,6 +31,18 @@ INDEX_SCORE = Operation(
     Arg("keys", _KEY_DTYPES, "pages Di"),
     Arg("host_page_table", torch.int32, "B P"),
     Arg("num_pages", torch.int32, "B"),
+    Arg("scales", torch.float32, "pages", optional=True),
+    also=_scales_fit,
+)
+CHUNK_INDEX_SCORE = Operation(
+    __name__,
+    "chunk_index_score",
+    Arg("new.queries", FLOATS, "T Hi Di"),
+    Arg("new.keys", FLOATS, "T Di"),
+    Arg("new.weights", FLOATS, "T Hi"),
+    Arg("keys", _KEY_DTYPES, "pages Di"),
+    Arg("host_page_table", torch.int32, "P"),
+    Arg("num_tokens", torch.int32, "T"),
     Arg("scales", torch.float32, "pages", optional=True),
     also=_scales_fit,
 )
@@ -79,6 +91,37 @@ def index_score(
     """
     run = INDEX_SCORE(impl, *new, keys, host_page_table, num_pages, scales)
     scores: Tensor = run(new, keys, host_page_table, num_pages, scales)
+    return scores
+
+
+def chunk_index_score(
+    new: IndexerInputs,
+    keys: Tensor,
+    host_page_table: Tensor,
+    num_tokens: Tensor,
+    *,
+    scales: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """The scores of :func:`index_score` for tokens of one prompt, whose keys are stored already.
+
+    Args:
+        new: inputs of T tokens: ``queries [T, Hi, Di]``, ``keys [T, Di]``, which are not read, and
+            ``weights [T, Hi]``, float32, bfloat16 or float16.
+        keys: as for :func:`index_score`.
+        host_page_table: ``[P] int32``, of all tokens of the prompt.
+        num_tokens: ``[T] int32``, tokens that each of the T attends, at most P.
+        scales: as for :func:`index_score`.
+        impl: "auto", or an implementation's name.
+
+    Returns:
+        ``[T, 1, P] float32``, higher is kept; scores from ``num_tokens`` on mean nothing.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    run = CHUNK_INDEX_SCORE(impl, *new, keys, host_page_table, num_tokens, scales)
+    scores: Tensor = run(new, keys, host_page_table, num_tokens, scales)
     return scores
 
 

@@ -26,13 +26,24 @@ def index_score(
     scales: Tensor | None,
 ) -> Tensor:
     """See :func:`hisparse.kernels.index_score`."""
-    scores = chunk_index_score(new, keys, host_page_table, scales)
+    scores = _scores(new, keys, host_page_table, scales)
     products = (new.queries.float() @ new.keys.float()[..., None]).relu_()[..., 0]
     own = (new.weights.float() * products).sum(-1)
     return scores.scatter_(2, num_pages.long()[:, None, None], own[:, None, None])
 
 
 def chunk_index_score(
+    new: IndexerInputs,
+    keys: Tensor,
+    host_page_table: Tensor,
+    num_tokens: Tensor,
+    scales: Tensor | None,
+) -> Tensor:
+    """See :func:`hisparse.kernels.chunk_index_score`."""
+    return _scores(new, keys, host_page_table[None], scales).movedim(1, 0)
+
+
+def _scores(
     new: IndexerInputs, keys: Tensor, host_page_table: Tensor, scales: Tensor | None
 ) -> Tensor:
     """Score the stored keys at ``host_page_table [N, P]`` for ``new``, inputs of N * T tokens.

@@ -19,7 +19,7 @@ from hisparse.kernels.triton_common import (
 )
 from hisparse.types import IndexerInputs
 
-__all__ = ["index_score", "launch_options", "store_index_keys"]
+__all__ = ["chunk_index_score", "index_score", "launch_options", "store_index_keys"]
 
 _MIN_DOT = 16
 
@@ -61,6 +61,18 @@ def index_score(
         **options,
     )
     return scores
+
+
+def chunk_index_score(
+    new: IndexerInputs,
+    keys: Tensor,
+    host_page_table: Tensor,
+    num_tokens: Tensor,
+    scales: Tensor | None,
+) -> Tensor:
+    """See :func:`hisparse.kernels.chunk_index_score`; as if each token were a request's new one."""
+    table = host_page_table.expand(len(num_tokens), -1)
+    return index_score(new, keys, table, num_tokens, scales)
 
 
 def launch_options(dtype: torch.dtype, as_bytes: bool) -> dict[str, int]:
