@@ -6,10 +6,15 @@ on a GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
-from hisparse.adapters.base import ADAPTERS
+import torch
+from torch import Tensor
+
+from hisparse.adapters.base import ADAPTERS, Attended
 from hisparse.adapters.torch import TorchAdapter
+from hisparse.types import AttentionRule, PagedKV
 
 
 @ADAPTERS.register("triton")
@@ -26,3 +31,15 @@ class TritonAdapter(TorchAdapter):
     @classmethod
     def missing(cls) -> str | None:
         return None if find_spec("triton") else "Triton is not installed"
+
+    def attend_chosen(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, chosen: Tensor
+    ) -> Attended:
+        # Each query is a row of a step, and each key a page of one token.
+        there = (chosen >= 0) & (chosen < k.shape[0])
+        count = chosen.shape[1]
+        place = torch.where(there, there.cumsum(-1) - 1, count)
+        table = chosen.new_full((len(chosen), count + 1), -1).scatter_(1, place, chosen)
+        lengths = there.sum(-1, dtype=torch.int32)
+        kv = PagedKV(k[:, :, None], v[:, :, None])
+        return self.attend(q, kv, table[:, :count], lengths, replace(rule, window=0))

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.testing import assert_close
 
-from hisparse.adapters import Attended, TorchAdapter, merge_attended
+from hisparse.adapters import Attended, BackendAdapter, TorchAdapter, merge_attended
+from hisparse.adapters.triton import TritonAdapter
 from hisparse.types import AttentionRule
 
-ADAPTER = TorchAdapter()
+
+class InRows(TritonAdapter):
+    """Triton's adapter, with attention that runs on a CPU."""
+
+    impl = "auto"
 
 
-def test_each_query_sees_the_keys_chosen_for_it() -> None:
+both = pytest.mark.parametrize("adapter", [TorchAdapter(), InRows()], ids=["masked", "rows"])
+
+
+@both
+def test_each_query_sees_the_keys_chosen_for_it(adapter: BackendAdapter) -> None:
     torch.manual_seed(0)
     tokens, keys = 600, 70
     q, k, v = torch.randn(tokens, 6, 24), torch.randn(keys, 2, 24), torch.randn(keys, 2, 16)
     chosen = torch.rand(tokens, keys).argsort(-1)[:, :9].int()
     chosen[3, 4:] = -1
-    out, lse = ADAPTER.attend_chosen(q, k, v, AttentionRule(0.2), chosen)
+    out, lse = adapter.attend_chosen(q, k, v, AttentionRule(0.2), chosen)
     for query in (0, 3, 599):
         seen = chosen[query][chosen[query] >= 0].long()
         own_k, own_v = (x[seen].double().repeat_interleave(3, dim=1) for x in (k, v))
@@ -27,15 +37,16 @@ def test_each_query_sees_the_keys_chosen_for_it() -> None:
         assert_close(lse[query].double(), logits.logsumexp(-1), rtol=1e-4, atol=1e-5)
 
 
-def test_tiles_in_which_a_query_has_no_key_add_nothing() -> None:
+@both
+def test_tiles_in_which_a_query_has_no_key_add_nothing(adapter: BackendAdapter) -> None:
     torch.manual_seed(1)
     q, k, v = torch.randn(5, 4, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16)
     chosen = torch.rand(5, 40).argsort(-1)[:, :3].int()
-    whole = ADAPTER.attend_chosen(q, k, v, AttentionRule(0.3), chosen)
+    whole = adapter.attend_chosen(q, k, v, AttentionRule(0.3), chosen)
     merged: Attended | None = None
     for first in range(0, 40, 8):
         tile = slice(first, first + 8)
-        part = ADAPTER.attend_chosen(q, k[tile], v[tile], AttentionRule(0.3), chosen - first)
+        part = adapter.attend_chosen(q, k[tile], v[tile], AttentionRule(0.3), chosen - first)
         empty = ((chosen < first) | (chosen >= first + 8)).all(-1)
         assert (part.out[empty] == 0).all()
         assert (part.lse[empty] == -torch.inf).all()
