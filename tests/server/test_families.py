@@ -142,9 +142,14 @@ def test_retracted_requests_of_a_hybrid_get_their_tokens(
     with serve(
         "qwen3_next", "retracted", log_dir, *flags, config=MEMORY | {"budget": 512}
     ) as server:
-        # Of requests that may end early SGLang admits more than fit.
-        together = server.generate_many(prompts, count, delay_s=0.1, ignore_eos=False)
-        server.flush_cache()
-        alone = [server.generate(prompt, count) for prompt in prompts]
-        assert sum(answer.retractions for answer in together) > 0
-        assert [x.ids for x in together] == [x.ids for x in alone]
+        alone = [server.generate(prompt, count).ids for prompt in prompts]
+        retractions = 0
+        # Of requests that may end early SGLang admits more than fit, if they come in time.
+        for delay_s in (0.1, 0.02, 0.3, 0.0):
+            server.flush_cache()
+            together = server.generate_many(prompts, count, delay_s=delay_s, ignore_eos=False)
+            assert [x.ids for x in together] == alone
+            retractions += sum(answer.retractions for answer in together)
+            if retractions:
+                break
+        assert retractions > 0
