@@ -61,8 +61,7 @@ def paged_attention(
     """
     rows, queries, _ = query.shape
     require_dense_rows(k=kv.k, v=kv.v, scales=kv.scales)
-    seq_lens = seq_lens.contiguous()
-    sizes = _sizes(query, kv)
+    seq_lens, sizes = seq_lens.contiguous(), _sizes(query, kv)
     heads, value = kv.k.shape[1], sizes["VALUE"]
     blocks = heads * triton.cdiv(sizes["GROUP"], sizes["QUERIES"])
     splits = num_splits(
