@@ -43,13 +43,13 @@ struct Pool {
     Pool p = of_rows(t, name);
     const int layer = t.ndim() - 5;
     p.layers = layer < 0 ? 1 : t.size(0);
-    p.layer_stride = layer < 0 ? 0 : t.stride(0) * item_bytes(t);
+    p.layer_stride = layer < 0 ? 0 : stride_bytes(t, 0);
     p.pages = t.size(-4);
-    p.page_stride = t.stride(-4) * item_bytes(t);
+    p.page_stride = stride_bytes(t, -4);
     p.heads = t.size(-3);
-    p.head_stride = t.stride(-3) * item_bytes(t);
+    p.head_stride = stride_bytes(t, -3);
     p.size = t.size(-2);
-    p.token_stride = t.stride(-2) * item_bytes(t);
+    p.token_stride = stride_bytes(t, -2);
     return p;
   }
 
@@ -58,12 +58,12 @@ struct Pool {
     Pool p = of_rows(t, name);
     const int layer = t.ndim() - 4;
     p.layers = layer < 0 ? 1 : t.size(0);
-    p.layer_stride = layer < 0 ? 0 : t.stride(0) * item_bytes(t);
+    p.layer_stride = layer < 0 ? 0 : stride_bytes(t, 0);
     p.pages = p.page_stride = 0;
     p.size = t.size(-3);
-    p.token_stride = t.stride(-3) * item_bytes(t);
+    p.token_stride = stride_bytes(t, -3);
     p.heads = t.size(-2);
-    p.head_stride = t.stride(-2) * item_bytes(t);
+    p.head_stride = stride_bytes(t, -2);
     return p;
   }
 
@@ -76,6 +76,11 @@ struct Pool {
 
  private:
   static int64_t item_bytes(const TensorView& t) { return t.dtype().bits * t.dtype().lanes / 8; }
+
+  // A dimension of size 1 may have any stride, which nothing uses: it must not narrow a unit.
+  static int64_t stride_bytes(const TensorView& t, int dim) {
+    return t.size(dim) == 1 ? 0 : t.stride(dim) * item_bytes(t);
+  }
 
   static Pool of_rows(const TensorView& t, const char* name) {
     require_reachable(t, name);

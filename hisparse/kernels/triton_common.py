@@ -53,6 +53,14 @@ def require_dense_rows(**tensors: Tensor | None) -> None:
             )
 
 
+def same_places(a: Tensor, b: Tensor) -> bool:
+    """Whether rows of both have the same offsets; last dimensions may differ in size."""
+    return all(
+        size == 1 or one == other
+        for size, one, other in zip(a.shape[:-1], a.stride(), b.stride(), strict=False)
+    )
+
+
 @triton.jit
 def rounded(x, kind: tl.constexpr):
     """Round float32 to the nearest of ``kind``; the interpreter would truncate to bfloat16."""

@@ -35,3 +35,13 @@ def test_values_are_columns_of_the_keys(
         expected = logits.softmax(-1) @ keys[:, :rank]
         torch.testing.assert_close(out[row].double(), expected, **tolerance)
         torch.testing.assert_close(lse[row].double(), logits.logsumexp(-1), **tolerance)
+
+
+def test_rows_share_their_places_whatever_the_strides_of_sizes_of_one() -> None:
+    """Else tokens as pages of one would have their latents read twice, in blocks too large."""
+    from hisparse.kernels.triton_common import same_places
+
+    latents = torch.zeros(5, 1, 576)
+    values = latents[..., :512]
+    assert same_places(latents[:, :, None], values[:, :, None])
+    assert not same_places(latents, values.contiguous())

@@ -28,6 +28,7 @@ from hisparse.kernels.triton_common import (
     cap_logits,
     require_dense_rows,
     rounded,
+    same_places,
     shared_bytes,
 )
 from hisparse.types import AttentionRule, StoredKV
@@ -107,7 +108,7 @@ def _sizes(query: Tensor, kv: StoredKV) -> dict[str, int]:
     queries, width = query.shape[1:]
     heads, size = kv.k.shape[1:3]
     value = kv.v.shape[-1]
-    same = kv.v.stride() == kv.k.stride()
+    same = same_places(kv.k, kv.v)
     # Values are the first columns of keys: these are read once.
     shared = same and kv.v.data_ptr() == kv.k.data_ptr() and value < width
     group, first = queries // heads, value if shared else width

@@ -18,6 +18,7 @@ from hisparse.kernels.triton_common import (
     cap_logits,
     require_dense_rows,
     rounded,
+    same_places,
     shared_bytes,
 )
 from hisparse.types import AttentionRule
@@ -50,7 +51,7 @@ def chunk_attention(
     if out.numel() == 0:
         return out, lse
     group = queries // heads
-    same_place = v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
+    same_place = v.data_ptr() == k.data_ptr() and same_places(k, v)
     shared = same_place and value_width < width
     first = value_width if shared else width
     narrow = query.dtype == k.dtype

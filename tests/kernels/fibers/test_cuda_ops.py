@@ -153,6 +153,16 @@ def test_rows_that_are_not_contiguous_or_odd_are_refused(fibers: str) -> None:
         lru_diff(i32([[0]]), i32([[0]]), i32([4]), i32([1]), state, impl=fibers)
 
 
+def test_a_dimension_of_size_one_may_have_any_stride(fibers: str) -> None:
+    """Nothing steps along it: an odd stride there neither slows a copy nor refuses it."""
+    memory = torch.arange(4 * 8, dtype=torch.uint8)
+    src, dst = (
+        x.as_strided((4, 1, 1, 8), (8, 3, 5, 1)) for x in (memory, torch.zeros_like(memory))
+    )
+    gather_pages(PagedKV(src, src), i32([[1, 2]]), PagedKV(dst, dst), i32([[3, 0]]), impl=fibers)
+    assert torch.equal(dst[[3, 0]], src[[1, 2]])
+
+
 def test_unpinned_host_memory_is_refused(fibers: str) -> None:
     pool, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
     for name, tensor in (("src.k", pool.k), ("src.v", pool.v)):
