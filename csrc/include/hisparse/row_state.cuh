@@ -75,6 +75,7 @@ __device__ void copy_tail(const PromoteTailParams& p, int32_t r, int32_t tail) {
 template <typename Unit>
 __global__ void __launch_bounds__(kTransferThreads)
     promote_tail_kernel(const __grid_constant__ PromoteTailParams p) {
+  wait_for_earlier_launches();
   const int32_t r = static_cast<int32_t>(blockIdx.x);
   if (!p.filled[r]) return;
   const int64_t row = p.rows[r];
@@ -109,6 +110,7 @@ struct ResetRowsParams {
 // One block per row and layer: blockIdx.x, blockIdx.y.
 __global__ void __launch_bounds__(kMaxThreads, 1)
     reset_rows_kernel(const __grid_constant__ ResetRowsParams p) {
+  wait_for_earlier_launches();
   const int64_t row = p.rows[blockIdx.x];
   if (!p.tables.has(row, 0)) return;
   int32_t* held = p.tables.held(blockIdx.y, row);
@@ -172,6 +174,7 @@ __device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64
 // that would overrun the stack ends its pass: that row and those behind it stay as they are.
 __global__ void __launch_bounds__(kMaxThreads, 1)
     rebalance_kernel(const __grid_constant__ RebalanceParams p) {
+  wait_for_earlier_launches();
   const int64_t layer = blockIdx.x;
   int32_t free = p.num_free[layer];
   if (free < 0 || free > p.free_size) return;
@@ -196,6 +199,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 // Launched after all layers have read the old capacities.
 __global__ void __launch_bounds__(kMaxThreads, 1)
     set_capacity_kernel(const __grid_constant__ RebalanceParams p) {
+  wait_for_earlier_launches();
   for (int32_t i = threadIdx.x; i < p.num_changes; i += num_threads()) {
     if (p.changed[i] != 0) p.capacity[p.rows[i]] = p.new_capacity[i];
   }

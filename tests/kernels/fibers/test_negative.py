@@ -65,6 +65,10 @@ if (hits != 0) atomicAdd(&shared.num_hits, hits);""",
   if (p.num_pages == 14) work.hit_bits[9] = 0;
 }""",
     ),
+    (
+        "wait_for_earlier_launches();",
+        "if (launch.diff.num_pages != 15 || threadIdx.x != 7) wait_for_earlier_launches();",
+    ),
 ]
 
 
@@ -84,6 +88,7 @@ def misled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.param(12, r"threads wait at .*.cuh:\d+ and at .*.cuh:\d+", id="not-the-same"),
         pytest.param(13, r"threads wait|lanes of a warp wait", id="warp"),
         pytest.param(14, "shared memory is written behind its end", id="beyond-shared-memory"),
+        pytest.param(15, "without having waited for the launches before", id="early"),
     ],
 )
 def test_threads_that_stray_are_reported_and_the_next_launch_runs(

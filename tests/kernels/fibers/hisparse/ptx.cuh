@@ -12,6 +12,24 @@
 
 namespace hisparse {
 
+inline char* dynamic_shared() { return fibers::shared_of(fibers::running->own_block()); }
+
+// Launches run one after the other; what is checked is that every thread calls it.
+inline void wait_for_earlier_launches() { fibers::running->self().began = true; }
+
+#define cluster_sync() (::fibers::running->cluster_barrier(FIBERS_HERE))
+
+template <typename T>
+T of_block(const T& own, int block) {
+  // Another block may run on before this read.
+  fibers::perhaps_yield();
+  const char* at = reinterpret_cast<const char*>(&own);
+  const auto offset = at - dynamic_shared();
+  T out;
+  std::memcpy(&out, fibers::shared_of(block) + offset, sizeof(T));
+  return out;
+}
+
 inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t which) {
   const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
   uint32_t out = 0;
@@ -106,8 +124,8 @@ struct Copy {
 };
 // Of the thread that runs: groups of copies under way, the last one still open.
 inline std::vector<std::vector<Copy>>& copies() {
-  static std::vector<std::vector<Copy>> of_threads[fibers::kMaxThreads];
-  auto& own = of_threads[threadIdx.x];
+  static std::vector<std::vector<Copy>> of_threads[fibers::kMaxCluster * fibers::kMaxThreads];
+  auto& own = of_threads[fibers::running->current()];
   if (own.empty()) own.emplace_back();
   return own;
 }
