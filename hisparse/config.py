@@ -47,7 +47,7 @@ _REPLACED: Final = {
     "min_sparse_prompt_len": "min_sparse_context takes its place",
     "speculate": 'prefetch takes its place: "prefetch": true for what "step" did; "layer" is gone',
     "speculation_threshold": 'prefetch takes its place: "prefetch": {"min_cosine": 0.9}',
-    "numa_node": "host memory cannot be bound to a NUMA node yet; start the server with numactl",
+    "numa_node": "the pool is put on its GPU's node; for another one start the server with numactl",
 }
 #: Earlier values of current keys, and their replacements.
 _REPLACED_VALUES: Final = {
