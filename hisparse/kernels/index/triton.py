@@ -19,8 +19,6 @@ from hisparse.kernels.triton_common import (
 )
 from hisparse.types import IndexerInputs
 
-__all__ = ["chunk_index_score", "index_score", "launch_options", "store_index_keys"]
-
 _MIN_DOT = 16
 
 

@@ -19,8 +19,6 @@ from hisparse.kernels.triton_common import (
     reads_e4m3,
 )
 
-__all__ = ["page_score", "page_summary"]
-
 #: Channels of a warp at least: four a thread.
 _CHANNELS = 128
 #: The smallest number of queries that a matrix product takes.

@@ -32,13 +32,43 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 
+// Who makes an access, and when. From the grid down to a warp, a level has units, which are clusters,
+// blocks, warps and lanes, and an epoch, which grows whenever all of its units meet: what they did
+// before is then ordered before what they do next.
+constexpr int kLevels = 4;
+struct Place {
+  unsigned unit[kLevels] = {0, 0, 0, 0}, epoch[kLevels] = {0, 0, 0, 0};
+
+  unsigned block() const { return unit[1]; }
+  unsigned thread() const { return unit[3]; }
+};
+enum class AccessKind { kRead, kWrite, kAtomic };
+
+inline bool records_races = true;  // set by the tests
+inline bool recording = false;     // whether what runs is a kernel's own code
+
+// Switches `recording` while it lives: off in what stands for CUDA, which runs on the threads' stacks.
+class Recording {
+ public:
+  explicit Recording(bool on) : before_(recording) { recording = on; }
+  ~Recording() { recording = before_; }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+ private:
+  const bool before_;
+};
+
+// races.cpp has these. An access by what stands for CUDA, in a kernel's name:
+void accessed(const void* at, size_t bytes, AccessKind kind);
+void forget_accesses();         // before a launch
+void forget_shared_accesses();  // before a cluster
+
 struct Fiber {
   ucontext_t first_entry;
   jmp_buf resume;
   std::unique_ptr<char[]> stack;
   bool started = false, done = false;
-  bool began = false;  // It has waited for the launches before its own.
-  Index thread, block;
   const char* where = nullptr;  // the barrier at which it waits
 };
 
@@ -46,6 +76,7 @@ struct Fiber {
 struct Barrier {
   int size = 0, waiting = 0, turn = 0;
   int votes[2] = {0, 0};
+  unsigned epoch = 0;
   const char* where = nullptr;
   std::vector<int> blocked;
 };
@@ -55,6 +86,7 @@ struct Barrier {
 struct Warp {
   uint64_t values[2][kWarpSize];
   int arrived[2] = {0, 0};
+  unsigned epoch = 0;
   const char* where = nullptr;
 };
 
@@ -77,14 +109,23 @@ inline void poison(int block, size_t bytes);
 
 class Cluster {
  public:
-  Index grid_size, block_size;
+  Index thread, block, grid_size, block_size;
   size_t shared_bytes = 0;  // of a block
+  bool begins_early = false;  // Every thread has to wait for the launches before.
 
-  Fiber& self() { return *fibers_[current_]; }
   int lane() const { return current_ % kWarpSize; }
   int current() const { return current_; }  // number of the thread in the cluster
-  // This block's number in the cluster.
-  int own_block() const { return current_ / static_cast<int>(block_size.x); }
+  int own_block() const { return current_ / static_cast<int>(block_size.x); }  // the same of a block
+  bool is_own(const char* address) const {
+    const char* const stack = fibers_[current_]->stack.get();
+    return address >= stack && address < stack + kStackBytes;
+  }
+  Place place() const {
+    const auto warp = static_cast<unsigned>(current_ / kWarpSize);
+    const unsigned number = block.y * grid_size.x + block.x;
+    return {{number - own_block(), number, warp, thread.x},
+            {0, whole_.epoch, blocks_[own_block()].epoch, warps_[warp].epoch}};
+  }
 
   // Runs `num_blocks` blocks, of which the first is `first`; false, and a `failure`, if they cannot end.
   bool run(Index first, int num_blocks, const std::function<void()>& body) {
@@ -99,8 +140,8 @@ class Cluster {
     whole_ = Barrier();
     whole_.size = num_threads_;
     blocks_.assign(num_blocks, Barrier());
+    for (Barrier& of_block : blocks_) of_block.size = each;
     left_.assign(num_blocks, each);
-    for (Barrier& block : blocks_) block.size = each;
     warps_.assign(num_threads_ / kWarpSize, Warp());
     turns_.assign(num_threads_, 0);
     ready_.clear();
@@ -108,12 +149,11 @@ class Cluster {
     const int of_one = num_blocks > 1 && random_below(2) == 0 ? each : kWarpSize;
     const int lagging = random_below(2) == 0 ? random_below(num_threads_ / of_one) : -1;
     for (int i = 0; i < num_threads_; ++i) {
-      fibers_[i]->done = fibers_[i]->began = false;
-      fibers_[i]->thread = {static_cast<unsigned>(i % each), 0, 0};
-      fibers_[i]->block = {first.x + i / each, first.y, 0};
+      fibers_[i]->done = began_[i] = false;
       ready_.push_back(i);
     }
     for (int i = 0; i < num_blocks; ++i) poison(i, shared_bytes);
+    forget_shared_accesses();
     while (!ready_.empty() && failure.empty()) {
       size_t pick = random_below(ready_.size());
       for (int i = 0; i < 64 && ready_[pick] / of_one == lagging; ++i) {
@@ -122,6 +162,8 @@ class Cluster {
       current_ = ready_[pick];
       ready_[pick] = ready_.back();
       ready_.pop_back();
+      thread = {static_cast<unsigned>(current_ % each), 0, 0};
+      block = {first.x + current_ / each, first.y, 0};
       switch_in(self());
     }
     if (failure.empty() && num_done_ < num_threads_) describe_deadlock();
@@ -131,16 +173,28 @@ class Cluster {
   }
 
   void yield() {
+    Recording off(false);
     ready_.push_back(current_);
     switch_out();
   }
 
   // __syncthreads, and the votes that are one: returns how many threads brought true.
-  int barrier(bool vote, const char* where) { return meet_at(blocks_[own_block()], vote, where); }
-  void cluster_barrier(const char* where) { meet_at(whole_, false, where); }
+  int barrier(bool vote, const char* where) {
+    Recording off(false);
+    return meet_at(blocks_[own_block()], vote, where);
+  }
+  void cluster_barrier(const char* where) {
+    Recording off(false);
+    meet_at(whole_, false, where);
+  }
 
-  // The lanes of a warp meet; returns what each of them brought.
-  const uint64_t* meet(unsigned mask, uint64_t value, const char* where) {
+  // This thread has waited for the launches before its own.
+  void begin() { began_[current_] = true; }
+
+  // The lanes of a warp meet; returns what each of them brought. CUDA orders what they did before and
+  // do next at a __syncwarp alone.
+  const uint64_t* meet(unsigned mask, uint64_t value, const char* where, bool orders = false) {
+    Recording off(false);
     Warp& warp = warps_[current_ / kWarpSize];
     if (mask != 0xffffffffu) fail(std::string("a mask of some lanes only, at ") + where);
     if (warp.where == nullptr) warp.where = where;
@@ -161,6 +215,7 @@ class Cluster {
       }
       warp.arrived[turn] = 0;
       warp.where = nullptr;
+      warp.epoch += orders;
       yield();
     }
     self().where = nullptr;
@@ -169,7 +224,13 @@ class Cluster {
 
   void run_fiber() {
     for (;;) {
-      (*body_)();
+      {
+        Recording on(records_races);
+        (*body_)();
+      }
+      if (begins_early && !began_[current_]) {
+        fail("a thread ends without having waited for the launches before its own");
+      }
       self().done = true;
       ++num_done_;
       if (--left_[own_block()] == 0) end_block(own_block());
@@ -178,6 +239,8 @@ class Cluster {
   }
 
  private:
+  Fiber& self() { return *fibers_[current_]; }
+
   int meet_at(Barrier& at, bool vote, const char* where) {
     if (at.where == nullptr) at.where = where;
     if (std::strcmp(at.where, where) != 0) {
@@ -197,6 +260,7 @@ class Cluster {
       at.where = nullptr;
       at.turn = 1 - turn;
       at.votes[1 - turn] = 0;
+      ++at.epoch;
       yield();
     }
     self().where = nullptr;
@@ -205,12 +269,11 @@ class Cluster {
 
   // Another block of the cluster that still reads this one's shared memory finds poison.
   void end_block(int number) {
-    const char* guard = shared_of(number) + shared_bytes;
+    const char* const guard = shared_of(number) + shared_bytes;
     for (size_t i = 0; i < kGuardBytes; ++i) {
-      if (static_cast<unsigned char>(guard[i]) != kPoison) {
-        fail("shared memory is written behind its end");
-        return;
-      }
+      if (static_cast<unsigned char>(guard[i]) == kPoison) continue;
+      fail("shared memory is written behind its end");
+      return;
     }
     poison(number, shared_bytes);
   }
@@ -233,7 +296,7 @@ class Cluster {
   }
 
   void fail(const std::string& what) {
-    if (failure.empty()) failure = what + ", in block " + std::to_string(self().block.x);
+    if (failure.empty()) failure = what + ", in block " + std::to_string(block.x);
   }
 
   void describe_deadlock() {
@@ -254,6 +317,7 @@ class Cluster {
   std::vector<Warp> warps_;
   std::vector<Barrier> blocks_;
   Barrier whole_;
+  bool began_[kMaxCluster * kMaxThreads];  // in the library's own memory, which is not recorded
   const std::function<void()>* body_ = nullptr;
   jmp_buf scheduler_;
   int current_ = 0, num_threads_ = 0, num_done_ = 0;

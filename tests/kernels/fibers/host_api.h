@@ -144,7 +144,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Params params) {
   const dim3 grid = config->gridDim, threads = config->blockDim;
   const unsigned each = fibers::cluster_of(*config);
-  const bool early = fibers::begins_early(*config);
   fibers::failure.clear();
   if (threads.x == 0 || threads.x > fibers::kMaxThreads || threads.x % fibers::kWarpSize != 0) {
     return fibers::fault("a block of " + std::to_string(threads.x) + " threads");
@@ -170,15 +169,11 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   cluster.grid_size = {grid.x, grid.y, 1};
   cluster.block_size = {threads.x, 1, 1};
   cluster.shared_bytes = config->dynamicSmemBytes;
-  const auto body = [&] {
-    kernel(params);
-    if (early && !fibers::running->self().began) {
-      fibers::fault("a thread ends without having waited for the launches before its own");
-    }
-  };
+  cluster.begins_early = fibers::begins_early(*config);
+  fibers::forget_accesses();
   for (const unsigned i : order) {
     const fibers::Index first{i % (grid.x / each) * each, i / (grid.x / each), 0};
-    if (!cluster.run(first, static_cast<int>(each), body)) return cudaErrorLaunchFailure;
+    if (!cluster.run(first, static_cast<int>(each), [&] { kernel(params); })) return cudaErrorLaunchFailure;
   }
   return cudaSuccess;
 }
