@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter, DeviceLimits
 from hisparse.kernels import chunk_attention, paged_attention
-from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
+from hisparse.types import AttentionRule, KVSpec, Pages, SelectionScope
 from hisparse.units import format_bytes
 
 
@@ -31,18 +31,13 @@ class TorchAdapter(BackendAdapter):
         if needed <= device.shared_bytes or find_spec("triton") is None:
             return None
         return (
-            f"needs {format_bytes(needed)} of shared memory for {'MLA in ' if kv.latent else ''}"
+            f"needs {format_bytes(needed)} of shared memory for {kv.attention} in "
             f"{str(kv.dtype).removeprefix('torch.')}, {device.name} has "
             f"{format_bytes(device.shared_bytes)}"
         )
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
-    ) -> Attended:
-        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule, impl=self.impl))
-
-    def attend_scaled(
-        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
+        self, q: Tensor, kv: Pages, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule, impl=self.impl))
 
@@ -65,6 +60,6 @@ def attention_shared_bytes(kv: KVSpec) -> int:
     The largest of heads up to 256 wide, or that of latents of 512 and 64; decode and prefill.
     """
     float32 = kv.dtype == torch.float32
-    if kv.latent:
+    if kv.attention == "MLA":
         return 112_768 if float32 else 75_776
     return 51_328 if float32 else 74_752

@@ -15,7 +15,7 @@ from hisparse.engine.capabilities import not_captured
 from hisparse.kernels import operation
 from hisparse.kernels.build import cuda as build_cuda
 from tests.fake_cuda.device import fake_cuda
-from tests.fake_cuda.engine import FakeEngine, model
+from tests.fake_cuda.engine import MODELS, FakeEngine, model
 from tests.fake_cuda.launches import WrongDevice
 from tests.fake_cuda.test_launches import NAMES, algorithm_of
 
@@ -91,8 +91,9 @@ def capture(name: str, kind: str, adapter: str, *, warm_up: bool = True, **absen
 def test_steps_of_every_adapter_are_captured(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "load_cuda", object)
     assert not_captured(HiSparseConfig(adapter=adapter), "cuda") is None
-    for latent in ADAPTERS.get(adapter).latent:
-        capture("quest", "MLA" if latent else "GQA", adapter)
+    for kind in MODELS:
+        if model(kind).attention in ADAPTERS.get(adapter).attention:
+            capture("quest", kind, adapter)
 
 
 def test_a_graph_cannot_hold_flashinfer_s_plan() -> None:
