@@ -21,8 +21,6 @@ from hisparse.kernels.triton_common import (
 )
 from hisparse.types import IndexerInputs
 
-__all__ = ["chunk_index_score", "index_score", "store_index_keys"]
-
 _MIN_DOT = 16
 
 

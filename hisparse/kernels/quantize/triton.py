@@ -16,8 +16,6 @@ from hisparse.kernels.quantize.op import RULES, LatentRow
 from hisparse.kernels.quantize.reference import pack_latents
 from hisparse.types import StoredKV
 
-__all__ = ["decode_latents", "encode_latents", "quantize", "to_e4m3"]
-
 #: Elements of a program; small, so that a step's few vectors make many programs.
 _ELEMENTS = 1024
 #: The same where latents are decoded.

@@ -13,8 +13,6 @@ from hisparse.errors import KernelError
 from hisparse.kernels.select.op import SelectRule
 from hisparse.kernels.select.reference import best_pages
 
-__all__ = ["select"]
-
 _SCORES_PER_STEP = 1024
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from hisparse.kernels.sketch.op import MOST_SCALE, SCALE_OFFSET, SketchLayout
 
-__all__ = ["outline_score", "page_sketch"]
-
 #: Smallest sizes of a matrix product, for outlines.
 _PAGES = 16
 _MOST_QUERIES = 16
