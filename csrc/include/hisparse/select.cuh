@@ -45,13 +45,18 @@ struct SelectRow : RankedPages<Score, kInShared> {
       Pages::p, Pages::rank_at, Pages::shared;
 
   __device__ Counted counted(int turn, int32_t digit) const {
+    if (p.blocks == 1) return {shared.counts[turn][digit], 0};
     Counted sum;
+    int32_t of[kMaxCluster];
+    // Without a branch between them all loads are under way together.
 #pragma unroll
     for (int b = 0; b < kMaxCluster; ++b) {
-      if (b >= p.blocks) break;
-      const int32_t of = of_block(shared.counts[turn][digit], b);
-      sum.all += of;
-      if (b < block) sum.before += of;
+      of[b] = of_block(shared.counts[turn][digit], min(b, p.blocks - 1));
+    }
+#pragma unroll
+    for (int b = 0; b < kMaxCluster; ++b) {
+      if (b < p.blocks) sum.all += of[b];
+      if (b < block) sum.before += of[b];
     }
     return sum;
   }
@@ -75,7 +80,7 @@ struct SelectRow : RankedPages<Score, kInShared> {
     above.before += __shfl_sync(kAllLanes, warps.before, kWarp - 1) - own.before;
     if (above.all < wanted && wanted <= above.all + own.all) {
       int32_t digit = highest;
-      Counted inside = counted(turn, digit);
+      Counted inside = each == 1 ? own : counted(turn, digit);
       while (above.all + inside.all < wanted) {
         above.add(inside);
         inside = counted(turn, --digit);
