@@ -17,7 +17,7 @@ from hisparse.options import (
     read_storage,
 )
 from hisparse.registry import Registry
-from hisparse.types import HostLayout, SelectionScope
+from hisparse.types import Attention, HostLayout, SelectionScope
 from hisparse.units import MemorySize, parse_memory
 
 #: Extensions by name: subclasses of ``hisparse.engine.extensions.base.Extension``. Each name is
@@ -37,6 +37,8 @@ LATENT_FORMATS: Registry[Any] = Registry(
     package="hisparse.cache.formats",
     entry_point_group="hisparse.latent_formats",
 )
+#: Both by ``KVSpec.attention``.
+FORMATS: Final[Mapping[Attention, Registry[Any]]] = {"GQA": KV_FORMATS, "MLA": LATENT_FORMATS}
 
 _ALIASES: Final = {"top_k": "budget"}
 #: Keys of upstream's HiSparse and of earlier versions, and their replacements.
@@ -325,7 +327,7 @@ def find_format(name: str) -> type[Any]:
     Raises:
         ConfigError: neither has; the message names those that exist.
     """
-    for formats in (KV_FORMATS, LATENT_FORMATS):
+    for formats in FORMATS.values():
         if name in formats:
             return formats.get(name)
     raise ConfigError(unknown_name("kv_cache_dtype", name, {*KV_FORMATS, *LATENT_FORMATS}))

@@ -199,7 +199,7 @@ def _latent_shape(config: Any, text: Any, page_size: int) -> KVSpec:
         v_head_dim=rank,
         dtype=read_dtype(config),
         page_size=page_size,
-        latent=True,
+        attention="MLA",
         index_head_dim=(getattr(text, "index_topk", None) and text.index_head_dim) or 0,
     )
 

@@ -35,6 +35,9 @@ from hisparse.errors import HiSparseError
 
 SelectionScope = Literal["layer", "kv_head", "query_head"]
 HostLayout = Literal["layer_first", "page_first", "page_head"]
+#: "GQA" has keys and values for each KV head (MHA is a group of one); "MLA" has one latent for all
+#: query heads, a key whose first Dv columns are the value.
+Attention = Literal["GQA", "MLA"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +52,10 @@ class KVSpec:
         v_head_dim: Dv, elements.
         dtype: dtype of keys and values as the model computes them and algorithms see them.
         page_size: S, tokens.
-        latent: whether it attends latents (MLA): values are the first Dv columns of the keys.
+        attention: the kind of attention.
         index_head_dim: Di of the model's own indexer; 0: the model has no indexer.
-        kv_cache_dtype: how keys and values are stored, a name in ``hisparse.config.KV_FORMATS``,
-            or in ``LATENT_FORMATS`` if ``latent``.
+        kv_cache_dtype: how keys and values are stored, a name in ``hisparse.config.FORMATS`` of
+            this attention.
         logit_cap: see :class:`AttentionRule`; the same in all layers.
         windows: for each layer the tokens that a query attends, its own included; 0: all up to its
             own. Empty: 0 in all layers.
@@ -68,7 +71,7 @@ class KVSpec:
     v_head_dim: int
     dtype: torch.dtype
     page_size: int
-    latent: bool = False
+    attention: Attention = "GQA"
     index_head_dim: int = 0
     kv_cache_dtype: str = "auto"
     logit_cap: float = 0.0
@@ -108,12 +111,6 @@ class KVSpec:
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_q_heads // self.num_kv_heads
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of K and V of one token in all layers, in the model's dtype."""
-        width = self.head_dim + (0 if self.latent else self.v_head_dim)
-        return self.num_layers * self.num_kv_heads * width * self.dtype.itemsize
 
     def selection_heads(self, scope: SelectionScope) -> int:
         """H for a selection scope."""

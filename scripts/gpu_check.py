@@ -304,7 +304,7 @@ def _estimate_case(params: Mapping[str, Any], gpu: Any) -> dict[str, float]:
         v_head_dim=params.get("v_head_dim", params["head_dim"]),
         dtype=getattr(torch, params["dtype"]),
         page_size=params["page_size"],
-        latent="v_head_dim" in params,
+        attention="MLA" if "v_head_dim" in params else "GQA",
         index_head_dim=params.get("index_dim", 0),
     )
     settings = {name: params[name] for name in ("algorithm", "budget", "page_size")}

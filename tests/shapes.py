@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hisparse.cache.formats import format_of
 from hisparse.types import KVSpec
 
 #: Llama-3.1-8B in bfloat16 with pages of 16 tokens.
@@ -18,6 +19,8 @@ LLAMA = KVSpec(
     dtype=torch.bfloat16,
     page_size=16,
 )
+#: Bytes of its K and V of a token, all layers.
+TOKEN_BYTES = format_of(LLAMA).token_bytes
 TWO_LAYERS = KVSpec(
     num_layers=2,
     num_q_heads=8,

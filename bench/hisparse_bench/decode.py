@@ -227,7 +227,7 @@ class DecodeWorkload:
 
         found = {"sdpa": Candidate(sdpa)}
         on_gpu = requests.device.type == "cuda"
-        if requests.kv.latent:
+        if requests.kv.attention == "MLA":
             others = _FLASHINFER if on_gpu else ["torch_native"]
             self.left_out |= dict.fromkeys(others, "it is timed for MHA and GQA alone")
         elif on_gpu:

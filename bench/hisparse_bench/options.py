@@ -105,7 +105,7 @@ class ModelShape:
             v_head_dim=self.v_head_dim or self.head_dim,
             dtype=self.dtype,
             page_size=self.page_size,
-            latent=self.v_head_dim is not None,
+            attention="GQA" if self.v_head_dim is None else "MLA",
             index_head_dim=self.index_dim,
         )
 

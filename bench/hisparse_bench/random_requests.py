@@ -87,8 +87,7 @@ class RandomRequests:
         pin = self.device.type == "cuda"
         self.host = HostKVPool(kv, self.batch * pages + 1, "page_head", pin=pin)
         for layer in range(kv.num_layers):
-            # Values of a latent are columns of the keys.
-            for pool in self.host.layer(layer)[: 1 if kv.latent else 2]:
+            for pool in self.host.format.split(self.host.stored(layer)):
                 self._fill(pool)
         order = torch.randperm(self.batch * pages) + 1
         self.table = order.int().view(self.batch, pages).to(self.device)
@@ -210,7 +209,7 @@ class RandomRequests:
         """Random K and V of the new tokens, ``[B, Hkv, D]``."""
         shape = (self.batch, self.kv.num_kv_heads, self.kv.head_dim)
         k = self._random(*shape)
-        return k, k[..., : self.kv.v_head_dim] if self.kv.latent else self._random(*shape)
+        return k, self.host.format.values_of(k, self._random(*shape))
 
     def indexer_inputs(self, tokens: int) -> IndexerInputs:
         """Random outputs of the model's indexer for some tokens; each of its heads weighs 1."""
@@ -270,6 +269,5 @@ class RandomRequests:
             found = pool[index].transpose(1, 2).flatten(2, 3)
             return zeros(found.shape, found.dtype, self.device).copy_(found)
 
-        pools = self.host.layer(layer)
-        k = gather(pools.k)
-        return PagedKV(k, k[..., : self.kv.v_head_dim] if self.kv.latent else gather(pools.v))
+        form = self.host.format
+        return form.join([gather(x) for x in form.split(self.host.stored(layer))]).kv

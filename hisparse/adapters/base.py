@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse.errors import HiSparseError
 from hisparse.kernels import cap_logits
 from hisparse.registry import Registry
-from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
+from hisparse.types import Attention, AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 
 #: Queries that :meth:`BackendAdapter.attend_chosen` takes at once, which limits the memory of the
 #: logits.
@@ -95,8 +95,8 @@ class BackendAdapter(ABC):
 
     #: Supported selection scopes, best first.
     scopes: tuple[SelectionScope, ...]
-    #: Supported values of ``KVSpec.latent``: True for MLA, False for MHA and GQA.
-    latent: tuple[bool, ...] = (False, True)
+    #: Supported kinds of attention.
+    attention: tuple[Attention, ...] = get_args(Attention)
     #: Supported device types, "cuda" and "cpu"; None for any.
     device_types: tuple[str, ...] | None = None
     #: Whether :meth:`attend_scaled` is implemented.

@@ -23,7 +23,6 @@ _ORDER: dict[str, dict[str, str]] = {
     },
 }
 _OTHER_DEVICES = {"torch": "the adapter for this device"}
-_ATTENTION = {False: "MHA and GQA", True: "MLA"}
 
 #: Property, requested value, supported values; None for any.
 _Check = tuple[str, object, tuple[object, ...] | None]
@@ -103,14 +102,14 @@ def _mismatch(
     ]
     checks.append(("device", device_type, cls.device_types))
     # An adapter of latents alone sees none: they are decoded before.
-    if scaled is not None and cls.latent != (True,):
+    if scaled is not None and "GQA" in cls.attention:
         checks.append(("kv_cache_dtype", scaled, None if cls.scaled else ("auto",)))
     if scope is not None:
         checks.append(("selection_scope", scope, cls.scopes))
     if kv is not None:
         dtypes = None if cls.dtypes is None else tuple(map(_dtype_name, cls.dtypes))
         checks += [
-            ("attention", _ATTENTION[kv.latent], tuple(_ATTENTION[x] for x in cls.latent)),
+            ("attention", kv.attention, cls.attention),
             ("dtype", _dtype_name(kv.dtype), dtypes),
             ("page_size", kv.page_size, cls.page_sizes),
         ]

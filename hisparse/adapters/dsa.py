@@ -89,7 +89,7 @@ class DSAAdapter(TritonAdapter):
 
     scaled = False
     scopes: tuple[SelectionScope, ...] = ("layer", "kv_head")
-    latent = (True,)
+    attention = ("MLA",)
 
     def __init__(self) -> None:
         self._attend, self._options, self._base_2 = _find_flash_mla()

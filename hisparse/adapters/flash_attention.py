@@ -107,7 +107,7 @@ class FlashAttentionAdapter(TorchAdapter):
     @classmethod
     def widths_refused(cls, kv: KVSpec) -> str | None:
         k, v = kv.head_dim, kv.v_head_dim
-        if kv.latent:
+        if kv.attention == "MLA":
             fits = 0 < k - v <= 64 and 256 <= v <= 512 and compute_capability_major() == 9
             return None if fits else "256 to 512 values and at most 64 more columns, on sm_90"
         return None if k == v <= 256 and k % 8 == 0 else "keys as wide as values, 8 to 256 by 8"

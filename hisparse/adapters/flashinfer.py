@@ -187,7 +187,7 @@ class FlashInferAdapter(TorchAdapter):
 
     scaled = False
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
-    latent = (False,)
+    attention = ("GQA",)
     device_types = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16)
 

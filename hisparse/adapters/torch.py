@@ -31,7 +31,7 @@ class TorchAdapter(BackendAdapter):
         if needed <= device.shared_bytes or find_spec("triton") is None:
             return None
         return (
-            f"needs {format_bytes(needed)} of shared memory for {'MLA in ' if kv.latent else ''}"
+            f"needs {format_bytes(needed)} of shared memory for {kv.attention} in "
             f"{str(kv.dtype).removeprefix('torch.')}, {device.name} has "
             f"{format_bytes(device.shared_bytes)}"
         )
@@ -65,6 +65,6 @@ def attention_shared_bytes(kv: KVSpec) -> int:
     The largest of heads up to 256 wide, or that of latents of 512 and 64; decode and prefill.
     """
     float32 = kv.dtype == torch.float32
-    if kv.latent:
+    if kv.attention == "MLA":
         return 112_768 if float32 else 75_776
     return 51_328 if float32 else 74_752

@@ -16,7 +16,7 @@ from hisparse.cli.terminal import add_command, make_table, print_paragraph, prin
 _SHAPE = ("num_layers", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
 _LLAMA: dict[str, Any] = dict(zip(_SHAPE, (32, 32, 8, 128, 128), strict=True))
 _DEEPSEEK: dict[str, Any] = dict(zip(_SHAPE, (61, 128, 1, 576, 512), strict=True))
-_DEEPSEEK |= {"latent": True, "index_head_dim": 128}
+_DEEPSEEK |= {"attention": "MLA", "index_head_dim": 128}
 
 _NOTE = (
     "Bytes: device memory for representations, all layers, beside K and V. For Llama-3.1-8B in "
@@ -117,6 +117,7 @@ def _memory(cls: type[Any]) -> dict[str, float]:
     import torch
 
     from hisparse.algorithms import entry_bytes
+    from hisparse.cache.formats import format_of
     from hisparse.config import HiSparseConfig
     from hisparse.engine.build import kept_tensors, make_policy
     from hisparse.memory.costs import host_token_bytes
@@ -131,7 +132,7 @@ def _memory(cls: type[Any]) -> dict[str, float]:
     of_token = entry_bytes(kinds, "page") * kv.num_layers / page_size
     return {
         "bytes_per_token": of_token,
-        "kv_ratio": of_token / kv.token_bytes,
+        "kv_ratio": of_token / format_of(kv).token_bytes,
         "bytes_per_request": entry_bytes(kinds, "request") * kv.num_layers,
         "host_bytes_per_token": host_token_bytes(kinds, kv),
     }

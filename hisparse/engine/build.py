@@ -297,7 +297,7 @@ def build(
         ),
         gather_queries=gather_queries,
     )
-    extensions = [cls(config.extensions[name], components) for name, cls in types.items()]
+    extensions = {n: cls(config.extensions[n], components) for n, cls in types.items()}
     return SparseCoordinator(components, extensions)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,7 +60,7 @@ class SparseCoordinator:
 
     Args:
         components: see :func:`hisparse.engine.build.build`.
-        extensions: in the order of their hooks.
+        extensions: by name, in the order of their hooks.
 
     Attributes:
         policy, algorithm, manager, representations, modes: the components.
@@ -73,22 +73,23 @@ class SparseCoordinator:
         replayed: whether the last forward was a captured step.
     """
 
-    def __init__(self, components: Components, extensions: Sequence[Extension] = ()) -> None:
+    def __init__(self, components: Components, extensions: Mapping[str, Extension]) -> None:
         self.policy = components.policy
         self.algorithm = components.algorithm
         self.manager = components.manager
         self.representations = components.representations
         self.modes = components.modes
         self.extensions = extensions
-        self.decode = DecodeLayer(components, extensions)
-        self.prefill = Prefill(components, extensions)
+        ordered = tuple(extensions.values())
+        self.decode = DecodeLayer(components, ordered)
+        self.prefill = Prefill(components, ordered)
         self.shareable: ShareablePages | None = None
         self.restored: RestoredPages | None = None
         self.transferred: TransferredRequests | None = None
         self.replayed = False
-        self._storing = overriding("store_pages", extensions)
-        self._before_step = overriding("before_step", extensions)
-        self._after_step = overriding("after_step", extensions)
+        self._storing = overriding("store_pages", ordered)
+        self._before_step = overriding("before_step", ordered)
+        self._after_step = overriding("after_step", ordered)
         self._forward: Forward | None = None
 
     def share_pages(self) -> tuple[ShareablePages, RestoredPages]:

@@ -47,7 +47,7 @@ def rows_that_fit(model: Any, config: HiSparseConfig) -> int:
     heads = spec.selection_heads(choose_scope(config, format_of(spec)))
     # With a selection per query head, each query head has its own copy of its KV head's pages.
     copies = max(1, heads // spec.num_kv_heads)
-    row_bytes = config.min_row_tokens * spec.token_bytes * copies
+    row_bytes = config.min_row_tokens * format_of(spec).token_bytes * copies
     device = torch.device(getattr(model, "device", "cpu"))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
     return max(1, int(_FREE_FRACTION * free) // row_bytes)

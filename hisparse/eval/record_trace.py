@@ -10,7 +10,6 @@ import torch
 
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.extensions.trace import Trace
 from hisparse.errors import ConfigError
 from hisparse.eval import models
 from hisparse.eval.texts import TEXTS
@@ -141,7 +140,7 @@ def record_model(
 
     options = {"path": str(path), "note": note}
     cache = enable(model, dict(settings) | {"trace": options}, max_length=len(ids))
-    (trace,) = (x for x in cache.coordinator.extensions if isinstance(x, Trace))
+    trace: Any = cache.coordinator.extensions["trace"]
     tokens = torch.tensor([list(ids)], device=model.device)
     try:
         with torch.no_grad():
@@ -158,4 +157,4 @@ def record_model(
             f"--context: got {context} tokens, which the budget holds, so that nothing was "
             "selected; expected a longer context or a smaller --budget"
         )
-    return trace.path
+    return Path(trace.path)

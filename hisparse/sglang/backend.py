@@ -298,14 +298,15 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
     ) -> Tensor:
         """The coordinator's attention of the real tokens, then zeros for the padding."""
         spec, padded, tokens = self._spec, q.shape[0], self.num_tokens
+        latent = spec.attention == "MLA"
         if padded != tokens:
             q, k = q[:tokens], k[:tokens]
-            v = v if spec.latent else v[:tokens]
+            v = v if latent else v[:tokens]
             indexer = indexer and indexer.take(slice(tokens))
         keys = k.reshape(tokens, spec.num_kv_heads, spec.head_dim)
         values = (
             keys[..., : spec.v_head_dim]
-            if spec.latent
+            if latent
             else v.reshape(tokens, spec.num_kv_heads, spec.v_head_dim)
         )
         queries = q.reshape(tokens, spec.num_q_heads, spec.head_dim)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from hisparse.cache.formats import format_of
 from hisparse.sglang import features, install
 from hisparse.sglang.install import is_requested
 from hisparse.sglang.models import name_of, stand_in
@@ -61,7 +62,7 @@ def around_profile_available_bytes(
     logger.info("hisparse: %s", session.sizing.describe())
     # SGLang divides by its own bytes per token, whatever format hisparse stores.
     sglang_spec = replace(session.spec, dtype=configurator.kv_cache_dtype, kv_cache_dtype="auto")
-    return session.sizing.kv_tokens * (sglang_spec.token_bytes + draft_bytes)
+    return session.sizing.kv_tokens * (format_of(sglang_spec).token_bytes + draft_bytes)
 
 
 def _around_resolve_max_num_reqs(

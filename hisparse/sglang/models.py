@@ -11,7 +11,7 @@ import torch
 
 from hisparse.errors import ConfigError
 from hisparse.sglang.install import BACKEND, BACKEND_FLAGS
-from hisparse.types import KVSpec
+from hisparse.types import Attention, KVSpec
 
 
 class ModelShape(NamedTuple):
@@ -53,7 +53,7 @@ def read_model_shape(
             f"the KV cache is {dtype}; expected float32, bfloat16, float16 or fp8_e4m3: use "
             "--kv-cache-dtype auto or fp8_e4m3"
         )
-    layers, latent = _attention_layers(model)
+    layers, attention = _attention_layers(model)
     shapes = {
         (m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim, m.v_head_dim, m.scaling, m.logit_cap)
         for m in layers
@@ -76,7 +76,7 @@ def read_model_shape(
         v_head_dim=v_head_dim,
         dtype=dtype,
         page_size=page_size,
-        latent=latent,
+        attention=attention,
         index_head_dim=_index_head_dim(model, len(layers)),
         logit_cap=logit_cap or 0.0,
         windows=tuple(windows) if any(windows) else (),
@@ -124,14 +124,16 @@ def _window(layer: Any, context_length: int | None) -> int:
     return 0 if context_length is not None and window >= context_length else window
 
 
-def _attention_layers(model: Any) -> tuple[list[Any], bool]:
-    """One attention module per layer, and whether the layers attend over latents (MLA)."""
+def _attention_layers(model: Any) -> tuple[list[Any], Attention]:
+    """One attention module per layer, and the kind of attention."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     named = {n: m for n, m in model.named_modules() if isinstance(m, RadixAttention)}
     # MLA models have two modules per layer: `attn_mqa` over latents, `attn_mha` over heads.
     absorbed = [m for name, m in named.items() if name.endswith("attn_mqa")]
-    return absorbed or list(named.values()) or _fallback_layers(model), bool(absorbed)
+    if absorbed:
+        return absorbed, "MLA"
+    return list(named.values()) or _fallback_layers(model), "GQA"
 
 
 def _fallback_layers(model: Any) -> list[Any]:

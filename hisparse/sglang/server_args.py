@@ -15,7 +15,7 @@ import torch
 
 from hisparse.algorithms import build_algorithm
 from hisparse.cache.formats import sglang_choices
-from hisparse.config import KV_FORMATS, LATENT_FORMATS, HiSparseConfig
+from hisparse.config import FORMATS, HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
@@ -250,8 +250,7 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
         raise ConfigError(
             f"{name} has {model.attention_arch.name} attention; expected MHA, GQA or MLA"
         )
-    latent = model.attention_arch == AttentionArch.MLA
-    formats = LATENT_FORMATS if latent else KV_FORMATS
+    formats = FORMATS["MLA" if model.attention_arch == AttentionArch.MLA else "GQA"]
     choose_scope(config, formats.get(config.kv_cache_dtype))
     check_indexer(name, config, has_indexer=WITH_INDEXER.found(model))
     if model.is_hybrid_swa:

@@ -200,8 +200,7 @@ class ReplayingSimulator(Simulator):
         self.streams = [
             torch.randn(x.shape[0], self.batch_size, *x.shape[2:]) for x in example.streams
         ]
-        if self.spec.latent:
-            self.streams[2] = self.streams[1][..., : self.spec.v_head_dim]
+        self.streams[2] = self.manager.host.format.values_of(*self.streams[1:3])
         self.capture()
 
     def decode(self, *requests: Request) -> Tensor:

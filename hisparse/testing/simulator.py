@@ -142,7 +142,7 @@ class Simulator:
             v_head_dim=self.latent_rank or self.head_dim,
             dtype=torch.float32,
             page_size=self.page_size,
-            latent=self.latent_rank > 0,
+            attention="MLA" if self.latent_rank else "GQA",
             index_head_dim=INDEXER_DIM,
             kv_cache_dtype=self.kv_cache_dtype,
             logit_cap=self.logit_cap,
@@ -227,8 +227,7 @@ class Simulator:
 
         q = noise(spec.num_q_heads, spec.head_dim)
         k, v = (noise(spec.num_kv_heads, spec.head_dim) for _ in "kv")
-        if spec.latent:
-            v = k[..., : spec.v_head_dim]
+        v = self.manager.host.format.values_of(k, v)
         heads, dim = (_INDEXER_HEADS, INDEXER_DIM) if self.algorithm.indexer else (0, 0)
         indexer = IndexerInputs(noise(heads, dim), noise(dim), noise(heads))
         new = Request(slot, q, k, v, indexer, [], prompt)

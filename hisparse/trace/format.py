@@ -25,7 +25,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -58,6 +58,8 @@ class TraceHeader:
         version: of hisparse.
         started: date and time, UTC.
     """
+
+    chunk: ClassVar[bytes] = HEAD
 
     note: str
     algorithm: str
@@ -92,6 +94,8 @@ class TraceEnd:
         dropped_steps: decode steps that the file lacks.
         reason: "closed", or why the recording stopped before.
     """
+
+    chunk: ClassVar[bytes] = DONE
 
     dropped_steps: int
     reason: str
@@ -135,8 +139,7 @@ def encode_chunk(kind: bytes, content: bytes) -> bytes:
 
 def encode_about(about: TraceHeader | TraceEnd) -> bytes:
     """A chunk HEAD or DONE."""
-    kind = HEAD if isinstance(about, TraceHeader) else DONE
-    return encode_chunk(kind, json.dumps(asdict(about)).encode())
+    return encode_chunk(about.chunk, json.dumps(asdict(about)).encode())
 
 
 def visits_that_fit(header: TraceHeader) -> int:

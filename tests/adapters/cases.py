@@ -47,7 +47,7 @@ class Case:
             v_head_dim=512 if self.latent else 64,
             dtype=self.dtype,
             page_size=self.size,
-            latent=self.latent,
+            attention="MLA" if self.latent else "GQA",
         )
 
     @property

@@ -41,7 +41,7 @@ def supports(name: str, case: Case) -> bool:
         # rounding shows less.
         flash_mla = name == "dsa" and not ON_TRITON
         flash_takes = case.dtype == torch.bfloat16 and not (case.window or case.logit_cap)
-        return case.latent in cls.latent and (flash_takes or not flash_mla)
+        return case.spec.attention in cls.attention and (flash_takes or not flash_mla)
     try:
         choose_adapter("cuda", case.spec, case.scope, name, rules=[case.rule])
     except ConfigError:

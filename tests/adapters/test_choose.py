@@ -38,7 +38,7 @@ def spec(**settings: Any) -> KVSpec:
 #: Two GPUs by their shared memory.
 L40S = DeviceLimits("NVIDIA L40S (sm_89)", 99 << 10)
 A100 = DeviceLimits("NVIDIA A100 (sm_80)", 163 << 10)
-LATENT = spec(num_kv_heads=1, head_dim=576, v_head_dim=512, latent=True)
+LATENT = spec(num_kv_heads=1, head_dim=576, v_head_dim=512, attention="MLA")
 
 
 @pytest.mark.parametrize("kv", [spec(), LATENT], ids=["gqa", "mla"])
@@ -108,8 +108,8 @@ def test_a_requested_adapter_that_fits_is_taken(interpreter: Interpreter, name: 
 @pytest.mark.parametrize(
     ("name", "device", "kv", "words"),
     [
-        ("flashinfer", "cuda", LATENT, ["attention MLA", "MHA and GQA (", "can: dsa, flash_att"]),
-        ("dsa", "cuda", spec(), ["attention MHA and GQA, it takes MLA", "flashinfer", "triton"]),
+        ("flashinfer", "cuda", LATENT, ["attention MLA", "GQA (", "can: dsa, flash_att"]),
+        ("dsa", "cuda", spec(), ["attention GQA, it takes MLA", "flashinfer", "triton"]),
         ("triton", "cpu", spec(), ["device cpu, it takes cuda", "can: torch)"]),
         ("flash_attention", "cuda", spec(dtype=torch.float32), ["dtype float32", "bfloat16, fl"]),
         ("flashinfer", "cuda", spec(head_dim=96, v_head_dim=96), ["96 and 96", "64, 128, 256"]),
@@ -237,7 +237,7 @@ def test_a_setup_holds_the_adapter_and_refuses_one_that_does_not_fit(device: str
 
     assert adapter_of()[0] == {"cpu": "torch", "cuda": "triton"}[device]
     assert adapter_of(adapter="torch") == ("torch", "requested")
-    message = {"cpu": "cannot do device cpu", "cuda": "cannot do attention MHA and GQA"}[device]
+    message = {"cpu": "cannot do device cpu", "cuda": "cannot do attention GQA"}[device]
     with pytest.raises(ConfigError, match=f"adapter 'dsa' {message}"):
         adapter_of(adapter="dsa")
 

@@ -24,7 +24,7 @@ PAIRS = [
     for window in (0, 17)
     for case in cases(lens=(37, 0, 1, 64, 16, 33, 130), window=window)
     # FlashMLA has no window: Triton attends then.
-    if case.latent in ADAPTERS.get(name).latent and not (name == "dsa" and window)
+    if case.spec.attention in ADAPTERS.get(name).attention and not (name == "dsa" and window)
 ]
 
 

@@ -25,7 +25,7 @@ PAIRS = [
     pytest.param(name, settings, id=f"{name}-{key}")
     for name in ("flash_attention", "flashinfer")
     for key, settings in SETTINGS.items()
-    if ("latent_rank" in settings) in ADAPTERS.get(name).latent
+    if ("MLA" if "latent_rank" in settings else "GQA") in ADAPTERS.get(name).attention
 ]
 
 

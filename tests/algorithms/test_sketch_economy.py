@@ -15,7 +15,7 @@ from hisparse.errors import ConfigError
 from hisparse.plan.fit import Machine, fit
 from hisparse.testing import Simulator, cases_of, run_checks
 from hisparse.types import Selection
-from tests.shapes import LLAMA
+from tests.shapes import LLAMA, TOKEN_BYTES
 
 GIB = 1 << 30
 SCOPES = ["query_head", "kv_head", "layer"]
@@ -106,7 +106,7 @@ def test_two_percent_on_the_device_and_the_rest_in_host_memory() -> None:
         fit(HiSparseConfig(algorithm_config={"economy": on}, budget=2048), LLAMA, machine, 131072)
         for on in (False, True)
     )
-    key_bytes = LLAMA.token_bytes // 2
+    key_bytes = TOKEN_BYTES // 2
     assert economy.device_bytes_per_token <= 0.02 * key_bytes < default.device_bytes_per_token
     # What the default keeps on the device lies in host memory.
     moved = economy.host_bytes_per_token - default.host_bytes_per_token

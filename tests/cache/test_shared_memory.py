@@ -73,7 +73,7 @@ def test_an_mla_pool_is_shared_and_others_are_not() -> None:
     shapes = {"num_layers": 2, "num_q_heads": 4, "num_kv_heads": 1, "head_dim": 24}
     shapes |= {"v_head_dim": 16, "dtype": torch.float32, "page_size": 4}
     for latent in (True, False):
-        found = pools(KVSpec(**shapes, latent=latent))
+        found = pools(KVSpec(**shapes, attention="MLA" if latent else "GQA"))
         found[0].layer(1).k[3] = 7
         assert [bool((pool.layer(1).k[3] == 7).all()) for pool in found[1:]] == [latent] * 2
         parts = [pool.num_bytes // pool.rank_bytes for pool in found]

@@ -194,7 +194,7 @@ def test_the_kv_dtype_in_contributing_serves(monkeypatch: pytest.MonkeyPatch) ->
     exec(_contributing("## Add a KV dtype"), ModuleType("bfloat16").__dict__)
     sim = Simulator(kv_cache_dtype="bfloat16", budget=96, device_buffer=96, max_row=96)
     form = sim.manager.host.format
-    assert 2 * form.token_bytes == sim.spec.token_bytes
+    assert 2 * form.token_bytes == form.plain.token_bytes
     request = sim.request(1, 90, seed=1)
     read = replace(request, **form.as_read(request.k, request.v)._asdict())
     sim.prefill((request, 30))

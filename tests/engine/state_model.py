@@ -55,7 +55,7 @@ class Vocabulary:
 
         self.q = noise(spec.num_q_heads, spec.head_dim)
         self.k = noise(spec.num_kv_heads, spec.head_dim)
-        self.v = self.k[..., : spec.v_head_dim] if spec.latent else noise(*self.k.shape[2:])
+        self.v = format_of(spec).values_of(self.k, noise(*self.k.shape[2:]))
         self.read_k, self.read_v = (x.double() for x in format_of(spec).as_read(self.k, self.v))
         self.stored = [bytes_of(x) for x in format_of(spec).encode(self.k, self.v).tensors]
         heads, dim = (_INDEXER_HEADS, INDEXER_DIM) if has_indexer else (0, 0)

@@ -73,7 +73,7 @@ def test_no_call_is_beyond_what_is_charged(
         max_row_pages=sim.max_row // sim.page_size,
         tile_pages=sim.staging_pages,
     )
-    for extension in sim.coordinator.extensions:
+    for extension in sim.coordinator.extensions.values():
         tables += extension.attended_tables(sim.policy, **limits)
     assert adapter.calls
     for call in adapter.calls:

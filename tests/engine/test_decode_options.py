@@ -52,7 +52,7 @@ def test_a_tail_estimate_is_a_mean_token_for_every_other_page(shape: dict[str, A
     sim = Simulator(**shape, algorithm=recorder, extensions={"tail_estimate": True})
     state = sim.coordinator.representations.tensors
     means = [name for name in state if name.startswith("tail_estimate")]
-    assert len(means) == (1 if sim.spec.latent else 2), "a latent's mean is kept once"
+    assert len(means) == (1 if sim.latent_rank else 2), "a latent's mean is kept once"
     long, short = sim.request(1, 180, seed=1), sim.request(2, 40, seed=2)
     sim.prefill((long, 61))
     sim.prefill((long, 64), (short, 10))

@@ -88,7 +88,7 @@ def test_keys_in_host_memory_are_not_taken_for_what_they_are_not() -> None:
 
 def deepseek(**changes: Any) -> KVSpec:
     shape = {"num_layers": 61, "num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576}
-    shape |= {"v_head_dim": 512, "page_size": 16, "dtype": torch.bfloat16, "latent": True}
+    shape |= {"v_head_dim": 512, "page_size": 16, "dtype": torch.bfloat16, "attention": "MLA"}
     return KVSpec(**shape | {"kv_cache_dtype": "fp8_e4m3"} | changes)
 
 
@@ -128,7 +128,7 @@ def test_what_is_allocated_is_what_was_sized(dtype: str, spec: KVSpec, scope: An
     manager = build_engine(setup, host, num_slots=slots, device=torch.device("cpu")).manager
     assert host.num_bytes == sizing.host_bytes <= resources.host_bytes
     assert manager.device.num_bytes == sizing.device_page_pool_bytes
-    if spec.latent:
+    if spec.attention == "MLA":
         # Of a row, 112 bytes; a selection of 15 pages and the tail page is decoded.
         assert manager.device.num_bytes == sizing.num_device_pages * 16 * 112 * 2
         assert sizing.workspace_bytes == sizing.max_requests * 16 * 16 * 80 * 2
@@ -141,7 +141,7 @@ def test_what_is_allocated_is_what_was_sized(dtype: str, spec: KVSpec, scope: An
 
 
 def test_latents_in_int8_are_refused_in_one_line() -> None:
-    latents = replace(TWO_LAYERS, num_kv_heads=1, head_dim=48, v_head_dim=32, latent=True)
+    latents = replace(TWO_LAYERS, num_kv_heads=1, head_dim=48, v_head_dim=32, attention="MLA")
     with pytest.raises(ConfigError) as error:
         stored_spec(HiSparseConfig(kv_cache_dtype="int8"), latents)
     assert str(error.value).endswith("'int8' (choices: auto, fp8_e4m3)")

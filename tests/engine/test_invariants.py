@@ -366,7 +366,7 @@ def test_a_lone_request_with_room_reads_nothing_while_it_decodes() -> None:
     after = sim.coordinator.stats()
     assert after.decode_read_bytes == 0
     assert after.miss_pages == 0 < after.hit_pages
-    assert after.written_bytes - before.written_bytes == 60 * sim.spec.token_bytes
+    assert after.written_bytes - before.written_bytes == 60 * sim.manager.host.format.token_bytes
 
 
 def test_a_radix_hit_leaves_a_warm_row_behind() -> None:

@@ -14,7 +14,6 @@ from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.topp import TopP
 from hisparse.engine.batches import MixedBatch
-from hisparse.engine.extensions.trace import Trace
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace import SelectionTrace
@@ -129,7 +128,7 @@ def test_a_trace_has_the_steps_of_mixed_forwards(tmp_path: Path, order: Any) -> 
         path = str(tmp_path / f"{number}.trace")
         sim = kind(extensions={"trace": path}, side_streams=streams)
         play(sim)
-        (trace,) = (x for x in sim.coordinator.extensions if isinstance(x, Trace))
+        trace: Any = sim.coordinator.extensions["trace"]
         trace.close()
         with SelectionTrace(Path(path)) as read:
             assert read.end is not None

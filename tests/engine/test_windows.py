@@ -153,7 +153,7 @@ def test_a_trace_has_the_layers_that_select(tmp_path: Path) -> None:
     sim.prefill((request, 100))
     for _ in range(10):
         sim.decode(request)
-    (extension,) = sim.coordinator.extensions
+    (extension,) = sim.coordinator.extensions.values()
     extension.close()
     with SelectionTrace(file) as trace:
         assert trace.header.layers == (1, 3)

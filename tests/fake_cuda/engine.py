@@ -13,6 +13,7 @@ from torch import Tensor
 from hisparse.adapters import ADAPTERS, Attended, TritonAdapter
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cache import HostKVPool
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch, PrefillBatch, StaticBatch
 from hisparse.engine.build import PoolSizes, build, make_policy
@@ -33,7 +34,7 @@ MLA = KVSpec(
     v_head_dim=512,
     dtype=torch.bfloat16,
     page_size=64,
-    latent=True,
+    attention="MLA",
     index_head_dim=128,
 )
 #: Gemma-2-9B's heads.
@@ -169,7 +170,7 @@ class FakeEngine:
         for layer in range(spec.num_layers):
             q = torch.empty(tokens, spec.num_q_heads, spec.head_dim, **kind)
             k = torch.empty(tokens, spec.num_kv_heads, spec.head_dim, **kind)
-            v = k[..., : spec.v_head_dim] if spec.latent else torch.empty_like(k)
+            v = format_of(spec).values_of(k, torch.empty_like(k))
             width = spec.index_head_dim
             indexer = IndexerInputs(
                 torch.empty(tokens, INDEXER_HEADS, width, **kind),

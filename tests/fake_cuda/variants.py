@@ -36,7 +36,8 @@ class Variant:
     Attributes:
         module, name: of the kernel.
         signature: type of each parameter, "constexpr" for constants; in a tuple, too.
-        constants: values by position, of parameters and in tuples.
+        constants: values by position, of parameters and in tuples; of a kernel's struct of
+            constants, one named tuple.
         attributes: what is known of others, by position.
         options: warps and stages.
     """
@@ -53,17 +54,25 @@ class Variant:
         """The function, to be compiled."""
         return getattr(importlib.import_module(self.module), self.name)
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """The constants that the code names: the fields of the kernel's struct."""
+        given = [name for name, _ in self.signature]
+        named: dict[str, Any] = {}
+        for at, value in self.constants:
+            if isinstance(value, tuple):
+                named |= value._asdict()  # type: ignore[attr-defined]
+            elif len(at) == 1 and given[at[0]].isupper():
+                named[given[at[0]]] = value
+        return named
+
     def __str__(self) -> str:
         """The kernel, the dtypes of its tensors, and the constants that its code names."""
-        given = [name for name, _ in self.signature]
-        named = {given[at[0]]: value for at, value in self.constants if len(at) == 1}
-        upper = [
-            f"{n}={int(v)}" for n, v in named.items() if n.isupper() and v not in (False, None)
-        ]
+        named = [f"{name}={int(v)}" for name, v in self.named.items() if v not in (False, None)]
         types = tree_leaves(tuple(given for _, given in self.signature))
         dtypes = dict.fromkeys(t[1:] for t in types if t[:1] == "*" and t != "*i32")
         title = f"{self.module.split('.')[-2]}.{self.name.strip('_')}"
-        return " ".join([title, ",".join(dtypes), *upper])
+        return " ".join([title, ",".join(dtypes), *named])
 
 
 @dataclass(frozen=True, kw_only=True)

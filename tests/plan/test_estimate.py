@@ -14,7 +14,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.plan import estimate
 from hisparse.plan.estimate import GPUS, Hardware, TokenEstimate, estimate_token
 from hisparse.types import KVSpec
-from tests.shapes import LLAMA
+from tests.shapes import LLAMA, TOKEN_BYTES
 
 LONG = 131072
 H100 = GPUS["h100"]
@@ -97,7 +97,7 @@ def test_more_work_never_takes_less_time(
 def test_a_context_within_the_budget_is_dense_but_for_launches(batch: int, context: int) -> None:
     """And for the new token's K and V, which go to host memory too."""
     found = attention(batch, 0.0, context=context)
-    written_us = batch * LLAMA.token_bytes / (52.8 * 1000)
+    written_us = batch * TOKEN_BYTES / (52.8 * 1000)
     # Six launches in place of two.
     beside_us = 32 * 4 * 2.0 + written_us
     assert 1000 * (found.hisparse_ms - found.dense_ms) == pytest.approx(beside_us)
@@ -110,7 +110,7 @@ def test_misses_beyond_the_device_buffer_only() -> None:
         return 1000 * (half.hisparse_ms - none.hisparse_ms)
 
     assert missing_us(4096 + 16) == 0
-    assert missing_us(4096 + 17) == pytest.approx(127 * 16 * LLAMA.token_bytes / 2 / 35.2e3)
+    assert missing_us(4096 + 17) == pytest.approx(127 * 16 * TOKEN_BYTES / 2 / 35.2e3)
 
 
 def test_dense_layers_are_read_over_the_link() -> None:
@@ -140,7 +140,7 @@ def test_sketches_in_host_memory_are_read_for_candidates() -> None:
     assert estimate._HOST_CANDIDATES == sketch._CANDIDATES
     economy = {"algorithm_config": {"economy": True}}
     near, far = (attention(1, hardware=H100._replace(read=read), **economy) for read in (1e9, 35.2))
-    missing_us = 0.15 * 127 * 16 * LLAMA.token_bytes / 35.2e3
+    missing_us = 0.15 * 127 * 16 * TOKEN_BYTES / 35.2e3
     read_us = 1000 * (far.hisparse_ms - near.hisparse_ms) - missing_us
     assert read_us == pytest.approx(32 * 8 * 127 * 8 * 360 / 35.2e3)
     assert near.hisparse_ms > 32 * 44 * 2.0 / 1000

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.memory.sizing import size
@@ -33,7 +34,7 @@ from hisparse.model_config import count_weight_bytes, shape_per_rank
 from hisparse.plan.fit import Capacity, Machine, fit
 from hisparse.sglang.server_args import read_config
 from tests.command import Command
-from tests.shapes import LLAMA
+from tests.shapes import LLAMA, TOKEN_BYTES
 
 GIB = 2**30
 
@@ -73,7 +74,7 @@ def test_as_many_requests_as_fit_and_no_more(algorithm: str, context: int) -> No
     whole = int(0.7 * 1024 * GIB) // 2**20
     if context == 131072 and algorithm != "quest":
         assert found.limit == "host_memory"
-    least = -(-((most + 1) * context + 16) * LLAMA.token_bytes // 2**20)
+    least = -(-((most + 1) * context + 16) * TOKEN_BYTES // 2**20)
     if found.limit == "host_memory":
         assert least > whole
     else:
@@ -93,7 +94,7 @@ def test_a_pool_is_only_made_smaller_where_that_makes_room() -> None:
 
 def test_bytes_of_a_request() -> None:
     found = fit(HiSparseConfig(budget=2048), LLAMA, H200, 32768)
-    assert found.host_bytes_per_request == 32768 * LLAMA.token_bytes
+    assert found.host_bytes_per_request == 32768 * TOKEN_BYTES
     assert found.host_bytes_per_token == 131072
     # A sketch of a page of 16 in 32 layers and 8 heads: a byte a channel, a scale and a byte of the
     # mask for 8 channels, two bits a token and a scale for each of the 40 detailed channels.
@@ -119,7 +120,8 @@ def test_what_does_not_fit_says_why() -> None:
 def test_shapes_of_ranks() -> None:
     config = LlamaConfig(**SMALL, dtype="bfloat16")
     one = shape_per_rank(config, 16, 1)
-    assert (one.num_q_heads, one.num_kv_heads, one.head_dim, one.token_bytes) == (8, 2, 8, 128)
+    assert (one.num_q_heads, one.num_kv_heads, one.head_dim) == (8, 2, 8)
+    assert format_of(one).token_bytes == 128
     four = shape_per_rank(config, 16, 4)
     assert (four.num_q_heads, four.num_kv_heads) == (2, 1), "KV heads are repeated"
     assert shape_per_rank(LlamaConfig(**SMALL), 16, 1).dtype == torch.float16, "as SGLang has it"
@@ -143,7 +145,7 @@ def test_windows_are_those_that_sglang_reads() -> None:
 def test_layers_with_a_window_keep_k_and_v_and_no_representations() -> None:
     half = replace(LLAMA, windows=(1024, 0) * (LLAMA.num_layers // 2))
     found = [fit(HiSparseConfig(algorithm="quest"), spec, H200, 32768) for spec in (LLAMA, half)]
-    assert [x.host_bytes_per_token for x in found] == [LLAMA.token_bytes] * 2
+    assert [x.host_bytes_per_token for x in found] == [TOKEN_BYTES] * 2
     assert 0 < 2 * found[1].device_bytes_per_token == found[0].device_bytes_per_token
 
 
@@ -172,13 +174,13 @@ def llama(layers: int, kv_heads: int) -> LlamaConfig:
 )
 def test_bytes_of_a_token(model: PretrainedConfig, token_bytes: int) -> None:
     """As published examples have them."""
-    assert shape_per_rank(model, 16, 1).token_bytes == token_bytes
+    assert format_of(shape_per_rank(model, 16, 1)).token_bytes == token_bytes
 
 
 def test_shapes_of_latents() -> None:
     v2 = shape_per_rank(DeepseekV2Config(**SMALL, **LATENT, dtype="bfloat16"), 16, 4)
-    assert (v2.latent, v2.num_kv_heads, v2.head_dim, v2.v_head_dim) == (True, 1, 576, 512)
-    assert (v2.token_bytes, v2.index_head_dim) == (2 * 576 * 2, 0)
+    assert (v2.attention, v2.num_kv_heads, v2.head_dim, v2.v_head_dim) == ("MLA", 1, 576, 512)
+    assert (format_of(v2).token_bytes, v2.index_head_dim) == (2 * 576 * 2, 0)
     v32 = DeepseekV32Config(**SMALL, **LATENT, index_head_dim=128, index_topk=64)
     assert shape_per_rank(v32, 1, 1).index_head_dim == 128
 

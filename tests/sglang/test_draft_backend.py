@@ -12,6 +12,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
+from hisparse.cache.formats import format_of
 from hisparse.errors import ConfigError
 from hisparse.sglang import features, hooks, session
 from hisparse.sglang.features import speculation
@@ -163,7 +164,7 @@ def test_the_draft_models_pool_is_charged(monkeypatch: pytest.MonkeyPatch) -> No
     found[0] = None
     spec = small_spec()
     # SGLang takes the draft's layers as equal to the target's.
-    assert sglang_draft_bytes(configurator, spec) == spec.token_bytes * 3 // 2
+    assert sglang_draft_bytes(configurator, spec) == format_of(spec).token_bytes * 3 // 2
     nothing = SimpleNamespace(
         spec_aux_config=SimpleNamespace(draft_model_config=None, eagle_draft_num_layers=None),
         kv_cache_dtype=torch.float32,

@@ -87,7 +87,7 @@ def test_a_server_that_stops_says_why_in_one_line(
     backend = HiSparseAttnBackend.__new__(HiSparseAttnBackend)
     backend._session = SimpleNamespace(requests=[request()])
     backend._spec = SimpleNamespace(num_kv_heads=1, num_q_heads=1, head_dim=4, v_head_dim=4)
-    backend._spec.latent = False
+    backend._spec.attention = "GQA"
     backend._layers, backend._in_graph, backend.num_tokens = {0: 0}, False, 1
     backend._scale = 0.5
 

@@ -12,6 +12,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import resolve_settings
 from hisparse.errors import ConfigError
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 FULL = [1, 3]
 SPECS = {
     "mha": small_spec(),
-    "mla": small_spec(num_kv_heads=1, head_dim=12, latent=True),
+    "mla": small_spec(num_kv_heads=1, head_dim=12, attention="MLA"),
 }
 
 
@@ -63,7 +64,7 @@ def test_the_pool_has_the_layers_that_attend_alone(
 ) -> None:
     pool, spec = make_pool(kind, monkeypatch), SPECS[kind]
     host = pool.full_kv_pool.host
-    assert host.num_bytes == 48 * spec.token_bytes
+    assert host.num_bytes == 48 * format_of(spec).token_bytes
     slots = torch.tensor([47, 16, 21])
     k = torch.randn(3, spec.num_kv_heads, spec.head_dim)
     v = torch.randn(3, 2, 8) if kind == "mha" else k[..., :8]

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool,
 from sglang.srt.models import utils
 from sglang.srt.plugins import load_plugins
 
+from hisparse.cache.formats import format_of
 from hisparse.errors import HiSparseError
 from hisparse.sglang import plugin, session
 from hisparse.sglang.kv_pool import HiSparseDSAPool, HiSparseMHAPool, HiSparseMLAPool
@@ -40,7 +41,7 @@ def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any
     kind, layout = request.param
     ours, _, options, (heads, head_dim, v_head_dim) = POOLS[kind]
     sizes = {"num_kv_heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
-    spec = small_spec(**sizes, latent=kind != "mha")
+    spec = small_spec(**sizes, attention="GQA" if kind == "mha" else "MLA")
     resolved = SimpleNamespace(layout=layout)
     state = SimpleNamespace(spec=spec, resolved=resolved, ranks=None)
     monkeypatch.setattr(session, "_session", state)
@@ -70,7 +71,7 @@ def test_models_do_not_write_into_the_pool_on_their_own(monkeypatch: pytest.Monk
 def test_a_written_token_lies_in_its_host_slot(pool: Any) -> None:
     spec, slots = pool.host.kv, torch.tensor([47, 16, 21])
     k = torch.randn(3, spec.num_kv_heads, spec.head_dim)
-    v = k[..., : spec.v_head_dim] if spec.latent else torch.randn_like(k)
+    v = format_of(spec).values_of(k, torch.randn_like(k))
     pool.set_kv_buffer(SimpleNamespace(layer_id=1), slots, k, v)
     pages = pool.host.layer(1)
     for token, slot in enumerate(slots.tolist()):
@@ -79,7 +80,7 @@ def test_a_written_token_lies_in_its_host_slot(pool: Any) -> None:
     if pool.host.layout == "layer_first":
         assert torch.equal(pool.get_key_buffer(1)[slots], k)
         assert torch.equal(pool.get_value_buffer(1)[slots], v)
-    width = spec.head_dim if spec.latent else 2 * spec.head_dim
+    width = spec.head_dim if spec.attention == "MLA" else 2 * spec.head_dim
     expected = 2 * 48 * spec.num_kv_heads * width * 4
     assert torch.tensor(pool.get_kv_size_bytes()).sum() == pool.host.num_bytes == expected
 

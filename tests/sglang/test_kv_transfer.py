@@ -32,9 +32,9 @@ SPECS = {
     "heads": HEADS,
     "int8": small_spec(head_dim=16, v_head_dim=16, kv_cache_dtype="int8"),
     "fp8": small_spec(head_dim=16, v_head_dim=16, kv_cache_dtype="fp8_e4m3"),
-    "latents": small_spec(num_kv_heads=1, head_dim=16, v_head_dim=12, latent=True),
+    "latents": small_spec(num_kv_heads=1, head_dim=16, v_head_dim=12, attention="MLA"),
     "fp8 latents": small_spec(
-        num_kv_heads=1, head_dim=48, v_head_dim=32, latent=True, kv_cache_dtype="fp8_e4m3"
+        num_kv_heads=1, head_dim=48, v_head_dim=32, attention="MLA", kv_cache_dtype="fp8_e4m3"
     ),
 }
 PAGE, NUM_PAGES = 16, 12
@@ -55,7 +55,7 @@ def slots(pages: list[int]) -> torch.Tensor:
 def fill(host: HostKVPool, where: torch.Tensor) -> None:
     for layer in range(host.kv.num_layers):
         k = torch.randn(len(where), host.kv.num_kv_heads, host.kv.head_dim)
-        v = k[..., : host.kv.v_head_dim] if host.kv.latent else torch.randn_like(k)
+        v = host.format.values_of(k, torch.randn_like(k))
         write_tokens(host.format.encode(k, v), host.stored(layer), where)
 
 

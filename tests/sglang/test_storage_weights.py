@@ -83,7 +83,7 @@ class Server:
         self.model = Model()
         session: Any = object.__new__(ServerSession)
         session.__dict__.update(
-            spec=SimpleNamespace(latent=False, num_layers=3),
+            spec=SimpleNamespace(attention="GQA", num_layers=3),
             coordinator=SimpleNamespace(
                 share_pages=lambda: (exact, LoadedNowhere()),
                 stored_entries=dict,

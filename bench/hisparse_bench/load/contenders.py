@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hisparse.algorithms import ALGORITHMS, build_algorithm
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval import models
@@ -80,7 +81,7 @@ class ServedModel:
         found = cls(
             folder=folder,
             tokenizer=models.load(AutoTokenizer, folder),
-            kv_token_bytes=spec.token_bytes + index,
+            kv_token_bytes=format_of(spec).token_bytes + index,
             longest=longest,
             index_token_bytes=index,
             index_top_k=int(text.index_topk) if indexed else None,

@@ -14,7 +14,7 @@ from torch import Tensor
 from hisparse.adapters import Attended, BackendAdapter
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cache.allocate import zeros
-from hisparse.config import KV_FORMATS, LATENT_FORMATS
+from hisparse.config import FORMATS
 from hisparse.errors import HiSparseError
 from hisparse.kernels import dequantize, quantize
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
@@ -120,7 +120,7 @@ class KVFormat(ABC):
     @property
     def dense_token_bytes(self) -> int:
         """Bytes of one token in all layers in SGLang's own KV cache."""
-        return self.kv.token_bytes
+        return self.plain.token_bytes
 
     def new_pages(self, leading: Sequence[int], heads: int, device: torch.device) -> list[Tensor]:
         """Zeroed pages of each part, ``[*leading, heads, S, width]``.
@@ -143,6 +143,10 @@ class KVFormat(ABC):
     def split(self, stored: StoredKV) -> tuple[Tensor, ...]:
         """The tensors of :attr:`parts`."""
         return tuple(getattr(stored, part.name) for part in self.parts)
+
+    def values_of(self, k: Tensor, v: Tensor) -> Tensor:
+        """The values of tokens: ``v [..., Dv]``, or columns of ``k [..., Dk]`` that are values."""
+        return v
 
     @abstractmethod
     def encode(self, k: Tensor, v: Tensor) -> StoredKV:
@@ -260,7 +264,7 @@ class ScaledFormat(KVFormat):
 
 def sglang_choices() -> dict[str, torch.dtype]:
     """Names of formats that SGLang's ``--kv-cache-dtype`` has, with the dtype of its own pool."""
-    dtypes = {x: each.get(x).sglang_dtype for each in (LATENT_FORMATS, KV_FORMATS) for x in each}
+    dtypes = {x: each.get(x).sglang_dtype for each in FORMATS.values() for x in each}
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
@@ -271,6 +275,5 @@ def format_of(kv: KVSpec) -> KVFormat:
     Raises:
         ConfigError: the model's attention has no such format; the message names those that it has.
     """
-    formats = LATENT_FORMATS if kv.latent else KV_FORMATS
-    made: KVFormat = formats.get(kv.kv_cache_dtype)(kv)
+    made: KVFormat = FORMATS[kv.attention].get(kv.kv_cache_dtype)(kv)
     return made

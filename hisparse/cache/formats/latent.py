@@ -27,7 +27,10 @@ class LatentFormat(KVFormat):
 
     def join(self, tensors: Sequence[Tensor]) -> StoredKV:
         (k,) = tensors
-        return StoredKV(k, k[..., : self.kv.v_head_dim])
+        return StoredKV(k, self.values_of(k, k))
+
+    def values_of(self, k: Tensor, v: Tensor) -> Tensor:
+        return k[..., : self.kv.v_head_dim]
 
 
 @LATENT_FORMATS.register("auto")

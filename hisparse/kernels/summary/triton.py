@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,12 +19,60 @@ from hisparse.kernels.triton_common import (
     reads_e4m3,
 )
 
-__all__ = ["launch_options", "page_score", "page_summary"]
+__all__ = ["page_score", "page_summary"]
 
 #: Channels of a warp at least: four a thread.
 _CHANNELS = 128
 #: The smallest number of queries that a matrix product takes.
 _MIN_QUERIES = 8
+
+
+class _ScoreConstants(NamedTuple):
+    """What a kernel that scores is compiled for.
+
+    Attributes:
+        group: query heads of a KV head.
+        queries: of them that a program serves.
+        pages: that a program scores.
+        ranges: of a page.
+        dim: D, width of a key.
+        columns: of a summary that are multiplied at once, a power of two.
+        parts: numbers that a query's number is split into, see :func:`num_parts`.
+        fp8: whether summaries are float8_e4m3fn.
+        as_bytes: whether these are converted in registers.
+        scaled: whether they have scales.
+    """
+
+    group: int
+    queries: int
+    pages: int
+    ranges: int
+    dim: int
+    columns: int
+    parts: int
+    fp8: bool
+    as_bytes: bool
+    scaled: bool
+
+
+class _SummaryConstants(NamedTuple):
+    """What the kernel that stores summaries is compiled for.
+
+    Attributes:
+        ranges: of a page.
+        size: tokens of a range.
+        dim: D, width of a key.
+        dim_block: the same, rounded up to a power of two.
+        narrow: whether summaries are bfloat16.
+        fp8: whether they are float8_e4m3fn.
+    """
+
+    ranges: int
+    size: int
+    dim: int
+    dim_block: int
+    narrow: bool
+    fp8: bool
 
 
 def page_score(
@@ -49,99 +99,97 @@ def page_score(
     fp8 = summaries.dtype == torch.float8_e4m3fn
     as_bytes = fp8 and not reads_e4m3(query.device)
     parts = num_parts(query.dtype, torch.float16 if fp8 else summaries.dtype)
-    options = launch_options(dim, group, summaries.dtype, parts)
-    blocks = triton.cdiv(group, options["QUERIES"])
-    grid = (triton.cdiv(width, options["PAGES"]), kv_heads * blocks, batch)
-    _score_kernel[grid](
+    tile = tile_sizes(dim, group, summaries.dtype, parts)
+    blocks = triton.cdiv(group, tile["queries"])
+    _score_kernel[(triton.cdiv(width, tile["pages"]), kv_heads * blocks, batch)](
         (query, *query.stride()),
-        (summaries.view(torch.uint8) if as_bytes else summaries, *summaries.stride()[:3]),
-        (host_page_table, *host_page_table.stride()),
-        num_pages.contiguous(),
+        (
+            summaries.view(torch.uint8) if as_bytes else summaries,
+            *summaries.stride()[:3],
+            # Not read where there are no scales.
+            query if scales is None else scales.contiguous(),
+        ),
+        (host_page_table, *host_page_table.stride(), num_pages.contiguous()),
         scores,
-        # Not read where there are no scales.
-        query if scales is None else scales.contiguous(),
+        (width, q_heads, kv_heads),
         scale,
-        width,
-        q_heads,
-        kv_heads,
-        GROUP=group,
-        RANGES=ranges,
-        DIM=dim,
-        PARTS=parts,
-        FP8=fp8,
-        BYTES=as_bytes,
-        SCALED=scales is not None,
-        **options,
+        _ScoreConstants(
+            group=group,
+            ranges=ranges,
+            dim=dim,
+            parts=parts,
+            fp8=fp8,
+            as_bytes=as_bytes,
+            scaled=scales is not None,
+            **tile,
+        ),
+        # Two more buffers of summaries would take the registers of two more blocks.
+        num_stages=1,
     )
     return scores
 
 
-def launch_options(dim: int, group: int, dtype: torch.dtype, parts: int) -> dict[str, int]:
-    """Sizes of a program's tiles and stages, chosen so that no kernel spills registers."""
+def tile_sizes(dim: int, group: int, dtype: torch.dtype, parts: int) -> dict[str, int]:
+    """Sizes of a program's tiles, chosen so that no kernel spills registers."""
     columns = triton.next_power_of_2(max(2 * dim, 16))
     queries = max(_MIN_QUERIES, triton.next_power_of_2(group))
     if dtype == torch.float32:
         block = 64 if columns > 256 else min(32, columns)
-        sizes = {"COLUMNS": block, "QUERIES": _MIN_QUERIES, "PAGES": 16}
-    elif columns > 256:
+        return {"columns": block, "queries": _MIN_QUERIES, "pages": 16}
+    if columns > 256:
         pages = 64 if dtype == torch.float8_e4m3fn and parts == 1 else 32
-        sizes = {"COLUMNS": 64, "QUERIES": min(16, queries), "PAGES": pages}
-    else:
-        sizes = {"COLUMNS": columns, "QUERIES": min(16, queries), "PAGES": 64}
-    # Two more buffers of summaries would take the registers of two more blocks.
-    return sizes | {"num_stages": 1}
+        return {"columns": 64, "queries": min(16, queries), "pages": pages}
+    return {"columns": columns, "queries": min(16, queries), "pages": 64}
 
 
 @triton.jit
-def _signed(source, start, stride, asked, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+def _signed(query, start, asked, const: tl.constexpr):
     """The query's positive numbers where a summary has maxima, its negative ones at the minima."""
-    column = start + tl.arange(0, COLUMNS)
-    channel = tl.where(column < DIM, column, column - DIM)
-    there = asked[:, None] & (column < 2 * DIM)[None, :]
+    source, stride = query
+    column = start + tl.arange(0, const.columns)
+    channel = tl.where(column < const.dim, column, column - const.dim)
+    there = asked[:, None] & (column < 2 * const.dim)[None, :]
     q = tl.load(source[:, None] + (channel * stride)[None, :], mask=there, other=0.0)
     q = q.to(tl.float32)
     # Not tl.maximum, which would drop NaN.
-    left_out = tl.where((column < DIM)[None, :], q < 0, q > 0)
+    left_out = tl.where((column < const.dim)[None, :], q < 0, q > 0)
     return tl.where(left_out, 0.0, q)
+
+
+@triton.jit
+def _powers(query, q, asked, const: tl.constexpr):
+    """Powers of two for queries whose summaries have eight bits, and their inverses."""
+    largest = tl.max(tl.abs(q), axis=1)
+    for start in range(const.columns, 2 * const.dim, const.columns):
+        more = _signed(query, start, asked, const)
+        largest = tl.maximum(largest, tl.max(tl.abs(more), axis=1))
+    return power_of(largest, 14)
 
 
 @triton.jit
 def _score_kernel(
     query,  # [B, Hq, D], and its strides
-    summaries,  # [host pages, RANGES, Hkv, 2D], and its strides of pages, ranges and heads
-    host_page_table,  # [B, P], and its strides
-    num_pages,  # [B]
+    summaries,  # [host pages, ranges, Hkv, 2D], its strides of pages, ranges and heads, and scales
+    host_pages,  # [B, P], and its strides; pages of each request [B]
     scores,  # [B, Hq, P]
-    scales,  # [host pages, RANGES, Hkv], if SCALED
+    shape,  # P, Hq, Hkv
     scale,
-    width,
-    q_heads,
-    kv_heads,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    RANGES: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PAGES: tl.constexpr,
-    PARTS: tl.constexpr,
-    FP8: tl.constexpr,
-    BYTES: tl.constexpr,
-    SCALED: tl.constexpr,
+    const: tl.constexpr,
 ):
     query_data, query_request, query_head, query_dim = query
-    summary_data, stride_page, stride_range, stride_head = summaries
-    table, stride_table, stride_entry = host_page_table
+    summary_data, stride_page, stride_range, stride_head, scales = summaries
+    table, stride_table, stride_entry, num_pages = host_pages
+    width, q_heads, kv_heads = shape
+    PAGES: tl.constexpr = const.pages
+    QUERIES: tl.constexpr = const.queries
     request = tl.program_id(2).to(tl.int64)
-    blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
+    blocks: tl.constexpr = (const.group + QUERIES - 1) // QUERIES
     head = tl.program_id(1) // blocks
     member = tl.program_id(1) % blocks * QUERIES + tl.arange(0, QUERIES)
-    asked = member < GROUP
-    kind: tl.constexpr = tl.float16 if FP8 else summary_data.dtype.element_ty
-    wide: tl.constexpr = tl.float32 if INTERPRETED and kind == tl.bfloat16 else kind
-    once: tl.constexpr = COLUMNS >= 2 * DIM
+    asked = member < const.group
 
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    row = request * q_heads + head * GROUP + member
+    row = request * q_heads + head * const.group + member
     target = scores + row[None, :] * width + page[:, None]
     count = tl.load(num_pages + request)
     # A captured step has programs for the longest context.
@@ -151,38 +199,42 @@ def _score_kernel(
     entry = table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
     rows = summary_data + host_page * stride_page + head * stride_head
-    source = query_data + request * query_request + (head * GROUP + member) * query_head
+    source = query_data + request * query_request + (head * const.group + member) * query_head
     factor = tl.full((QUERIES,), scale, tl.float32)
     up = tl.full((QUERIES,), 1.0, tl.float32)
-    q = _signed(source, 0, query_dim, asked, DIM, COLUMNS)
-    if FP8:
-        largest = tl.max(tl.abs(q), axis=1)
-        for start in range(COLUMNS, 2 * DIM, COLUMNS):
-            more = _signed(source, start, query_dim, asked, DIM, COLUMNS)
-            largest = tl.maximum(largest, tl.max(tl.abs(more), axis=1))
-        up, down = power_of(largest, 14)
+    q = _signed((source, query_dim), 0, asked, const)
+    if const.fp8:
+        up, down = _powers((source, query_dim), q, asked, const)
         # The 2^8 are those that from_e4m3 leaves out.
-        factor *= down * (256.0 if BYTES else 1.0)
+        factor *= down * (256.0 if const.as_bytes else 1.0)
     q *= up[:, None]
     best = tl.full((PAGES, QUERIES), -float("inf"), tl.float32)
-    for part in range(RANGES):
-        bound = tl.zeros((PAGES, QUERIES), tl.float32)
-        for first in tl.static_range(0, 2 * DIM, COLUMNS):
-            column = first + tl.arange(0, COLUMNS)
-            there = present[:, None] & (column < 2 * DIM)[None, :]
-            place = rows[:, None] + part * stride_range + column[None, :]
-            k = tl.load(place, mask=there, other=0.0)
-            k = (from_e4m3(k) if BYTES else k).to(wide)
-            if once:
-                now = q
-            else:
-                now = _signed(source, first, query_dim, asked, DIM, COLUMNS) * up[:, None]
-            bound = dot_parts(k, now, bound, kind, PARTS)
-        if SCALED:
-            own = tl.load(scales + (host_page * RANGES + part) * kv_heads + head, mask=present)
-            bound *= own[:, None]
+    for part in range(const.ranges):
+        place = rows[:, None] + part * stride_range
+        bound = _bound(place, present, q, (source, query_dim), up, asked, const)
+        if const.scaled:
+            own = (host_page * const.ranges + part) * kv_heads + head
+            bound *= tl.load(scales + own, mask=present)[:, None]
         best = tl.maximum(best, bound, propagate_nan=tl.PropagateNan.ALL)
     tl.store(target, best * factor[None, :], mask=asked[None, :] & present[:, None])
+
+
+@triton.jit
+def _bound(place, present, q, query, up, asked, const: tl.constexpr):
+    """Bounds of q.k by one range of pages, ``[pages, queries]``, without the range's scale."""
+    COLUMNS: tl.constexpr = const.columns
+    WIDTH: tl.constexpr = 2 * const.dim
+    kind: tl.constexpr = tl.float16 if const.fp8 else place.dtype.element_ty
+    wide: tl.constexpr = tl.float32 if INTERPRETED and kind == tl.bfloat16 else kind
+    bound = tl.zeros((place.shape[0], up.shape[0]), tl.float32)
+    for first in tl.static_range(0, WIDTH, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        there = present[:, None] & (column < WIDTH)[None, :]
+        k = tl.load(place + column[None, :], mask=there, other=0.0)
+        k = (from_e4m3(k) if const.as_bytes else k).to(wide)
+        now = q if COLUMNS >= WIDTH else _signed(query, first, asked, const) * up[:, None]
+        bound = dot_parts(k, now, bound, kind, const.parts)
+    return bound
 
 
 def page_summary(
@@ -197,17 +249,18 @@ def page_summary(
     _summary_kernel[(pages, ranges * heads)](
         (keys, *keys.stride()),
         (summaries if scales is None else summaries.view(torch.uint8), *summaries.stride()[:3]),
-        host_pages.contiguous(),
         # Not written to where there are no scales.
         host_pages if scales is None else scales,
-        summaries.shape[0],
-        heads,
-        RANGES=ranges,
-        SIZE=size // ranges,
-        DIM=dim,
-        DIM_BLOCK=dim_block,
-        NARROW=summaries.dtype == torch.bfloat16,
-        FP8=scales is not None,
+        host_pages.contiguous(),
+        (summaries.shape[0], heads),
+        _SummaryConstants(
+            ranges=ranges,
+            size=size // ranges,
+            dim=dim,
+            dim_block=dim_block,
+            narrow=summaries.dtype == torch.bfloat16,
+            fp8=scales is not None,
+        ),
         num_warps=min(8, dim_block // _CHANNELS),
     )
 
@@ -245,38 +298,33 @@ def _outward_e4m3(x, UP: tl.constexpr):
 @triton.jit
 def _summary_kernel(
     keys,  # [P, S, Hkv, D], and its strides
-    summaries,  # [host pages, RANGES, Hkv, 2D], and its strides of pages, ranges and heads
+    summaries,  # [host pages, ranges, Hkv, 2D], and its strides of pages, ranges and heads
+    scales,  # [host pages, ranges, Hkv], if there are any
     host_pages,  # [P]
-    scales,  # [host pages, RANGES, Hkv], if FP8
-    num_host_pages,
-    heads,
-    RANGES: tl.constexpr,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    NARROW: tl.constexpr,
-    FP8: tl.constexpr,
+    shape,  # host pages, Hkv
+    const: tl.constexpr,
 ):
     key_data, stride_page, stride_token, stride_head, stride_dim = keys
     summary_data, stride_out_page, stride_out_range, stride_out_head = summaries
+    num_host_pages, heads = shape
     page, head = tl.program_id(0).to(tl.int64), tl.program_id(1) % heads
     part = tl.program_id(1) // heads
     target = tl.load(host_pages + page).to(tl.int64)
     if target <= 0 or target >= num_host_pages:
         return
-    dim = tl.arange(0, DIM_BLOCK)
-    there = dim < DIM
+    dim = tl.arange(0, const.dim_block)
+    there = dim < const.dim
     source = key_data + page * stride_page + head * stride_head + dim * stride_dim
-    source += part * SIZE * stride_token
+    source += part * const.size * stride_token
     high = tl.load(source, mask=there, other=0.0).to(tl.float32)
     low = high
-    for t in range(1, SIZE):
+    for t in range(1, const.size):
         x = tl.load(source + t * stride_token, mask=there, other=0.0).to(tl.float32)
         high = tl.maximum(high, x, propagate_nan=tl.PropagateNan.ALL)
         low = tl.minimum(low, x, propagate_nan=tl.PropagateNan.ALL)
     out = summary_data + target * stride_out_page + part * stride_out_range
     out += head * stride_out_head + dim
-    if FP8:
+    if const.fp8:
         # See summary/reference.py.
         bits = tl.maximum(tl.abs(high).to(tl.int32, bitcast=True), 0)
         bits = tl.maximum(bits, tl.abs(low).to(tl.int32, bitcast=True))
@@ -290,9 +338,9 @@ def _summary_kernel(
         high = tl.where(small_high & (small_low == 0), raised, high)
         low = tl.where(small_low & (small_high == 0), lowered, low)
         tl.store(out, _outward_e4m3(high, True), mask=there)
-        tl.store(out + DIM, _outward_e4m3(low, False), mask=there)
-        place = (target * RANGES + part) * heads + head
+        tl.store(out + const.dim, _outward_e4m3(low, False), mask=there)
+        place = (target * const.ranges + part) * heads + head
         tl.store(scales + place, (exponent << 23).to(tl.float32, bitcast=True))
     else:
-        tl.store(out, _outward(high, NARROW, True), mask=there)
-        tl.store(out + DIM, _outward(low, NARROW, False), mask=there)
+        tl.store(out, _outward(high, const.narrow, True), mask=there)
+        tl.store(out + const.dim, _outward(low, const.narrow, False), mask=there)

@@ -50,7 +50,7 @@ class _Publisher:
         self._session, self._allocator = session, model_runner.token_to_kv_pool_allocator
         self._features = features.enabled()
         texts = dict(COUNTERS)
-        for extension in session.coordinator.extensions:
+        for extension in session.coordinator.extensions.values():
             texts |= extension.counters
         for feature in self._features:
             texts |= feature.counters

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 
+from hisparse.cache.formats import format_of
 from hisparse.errors import ConfigError
 from hisparse.sglang import features
 from hisparse.sglang.install import DRAFT_BACKEND
@@ -52,8 +53,8 @@ def sglang_draft_bytes(configurator: Any, target: KVSpec) -> int:
         target: shapes of the target.
     """
     layers = configurator.spec_aux_config.eagle_draft_num_layers or 0
-    as_sglang_sees_it = replace(target, dtype=configurator.kv_cache_dtype)
-    return int(as_sglang_sees_it.token_bytes * int(layers) / target.num_layers)
+    plain = replace(target, dtype=configurator.kv_cache_dtype, kv_cache_dtype="auto")
+    return int(format_of(plain).token_bytes * int(layers) / target.num_layers)
 
 
 def make_draft_backend(model_runner: Any) -> Any:
