@@ -183,6 +183,10 @@ class StoredKV(NamedTuple):
         return (self.k, self.v) if self.scales is None else (self.k, self.v, self.scales)
 
 
+#: Pages as attention takes them: in the model's dtype, or as stored.
+Pages = PagedKV | StoredKV
+
+
 class IndexerInputs(NamedTuple):
     """Outputs of a model's own indexer for the tokens of a forward, in one layer.
 

@@ -20,6 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
+from hisparse.cache.counters import COUNTERS, LAYER_COUNTERS
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.options import StorageOptions, meanings
 from hisparse.registry import Registry
@@ -140,17 +141,16 @@ def _sglang() -> Iterator[str]:
 
 def _metrics() -> Iterator[tuple[str, str, str]]:
     """Name in Prometheus, the key that adds it, and meaning of each metric."""
-    tables = _dictionaries("metrics")
-    for name, text in tables["COUNTERS"].items():
+    for name, text in COUNTERS.items():
         yield f"{name}_total", "", text
     for extension, cls in _built_in(EXTENSIONS):
         for name, text in cls.counters.items():
             yield f"{name}_total", f"`{extension}`", text
-    for name, text in tables["LAYER_COUNTERS"].items():
+    for name, text in LAYER_COUNTERS.items():
         yield f"{name}_total", "`layer_metrics`", text
     for name, text in _dictionaries("features/storage/calls")["COUNTERS"].items():
         yield f"{name}_total", "`storage`", text
-    for name, text in tables["GAUGES"].items():
+    for name, text in _dictionaries("metrics")["GAUGES"].items():
         yield name, "", text
 
 

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from hisparse.errors import HiSparseError
 from hisparse.kernels import cap_logits
 from hisparse.registry import Registry
-from hisparse.types import Attention, AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
+from hisparse.types import Attention, AttentionRule, KVSpec, Pages, SelectionScope
 
 #: Queries that :meth:`BackendAdapter.attend_chosen` takes at once, which limits the memory of the
 #: logits.
@@ -99,7 +98,7 @@ class BackendAdapter(ABC):
     attention: tuple[Attention, ...] = get_args(Attention)
     #: Supported device types, "cuda" and "cpu"; None for any.
     device_types: tuple[str, ...] | None = None
-    #: Whether :meth:`attend_scaled` is implemented.
+    #: Whether :meth:`attend` reads keys and values in eight bits with their scales.
     scaled: bool = False
     #: Whether all methods apply ``AttentionRule.logit_cap``.
     logit_cap: bool = False
@@ -137,13 +136,13 @@ class BackendAdapter(ABC):
 
     @abstractmethod
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
+        self, q: Tensor, kv: Pages, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         """Attend from one query token per row over the pages of that row.
 
         Args:
             q: ``[R, Q, D]``; Q is a multiple of Hr, and query heads of one KV head are adjacent.
-            kv: ``[N, Hr, S, D]``, pages.
+            kv: ``[N, Hr, S, D]``, pages; with scales only if the adapter declares ``scaled``.
             page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens``, or before the
                 window, may be -1 and are not read.
             seq_lens: ``[R] int32``, tokens to attend; every page but the last one is full.
@@ -153,22 +152,6 @@ class BackendAdapter(ABC):
         Returns:
             out ``[R, Q, Dv]``, lse ``[R, Q]``.
         """
-
-    def attend_scaled(
-        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
-    ) -> Attended:
-        """:meth:`attend` over keys and values in eight bits, for adapters that declare ``scaled``.
-
-        Args:
-            q, page_table, seq_lens, rule: as for :meth:`attend`.
-            kv: ``[N, Hr, S, D]``, pages, with their scales.
-
-        Raises:
-            HiSparseError: the adapter does not support scales.
-        """
-        raise HiSparseError(
-            f"{type(self).__name__}: got K and V with scales, expected K and V in the model's dtype"
-        )
 
     @abstractmethod
     def attend_prefill(

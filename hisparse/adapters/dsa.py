@@ -21,7 +21,7 @@ from torch import Tensor
 from hisparse.adapters.base import ADAPTERS, Attended
 from hisparse.adapters.libraries import compute_capability_major, import_function, to_attended
 from hisparse.adapters.triton import TritonAdapter
-from hisparse.types import AttentionRule, PagedKV, SelectionScope
+from hisparse.types import AttentionRule, Pages, SelectionScope
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class FlashMLACall:
 
 def make_flash_mla_call(
     q: Tensor,
-    kv: PagedKV,
+    kv: Pages,
     page_table: Tensor,
     seq_lens: Tensor,
     rule: AttentionRule,
@@ -96,7 +96,7 @@ class DSAAdapter(TritonAdapter):
         self._capability_major = compute_capability_major()
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
+        self, q: Tensor, kv: Pages, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         widths, heads = (kv.k.shape[-1], kv.v.shape[-1]), q.shape[1]
         blocks = [n for n in _QUERY_BLOCKS.get(self._capability_major, ()) if n >= heads]

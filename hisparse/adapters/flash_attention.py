@@ -21,7 +21,7 @@ from hisparse.adapters.libraries import (
 )
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.errors import ConfigError
-from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope
+from hisparse.types import AttentionRule, KVSpec, Pages, SelectionScope
 
 _MODULES = ("sgl_kernel.flash_attn", "flash_attn_interface")
 #: Major compute capabilities that FlashAttention 3 is built for.
@@ -57,7 +57,7 @@ class FlashAttentionCall:
 
 
 def make_flash_attention_call(
-    q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
+    q: Tensor, kv: Pages, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
 ) -> FlashAttentionCall:
     """Convert :meth:`BackendAdapter.attend`'s arguments, without a copy of keys or tables.
 
@@ -113,7 +113,7 @@ class FlashAttentionAdapter(TorchAdapter):
         return None if k == v <= 256 and k % 8 == 0 else "keys as wide as values, 8 to 256 by 8"
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
+        self, q: Tensor, kv: Pages, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         call = make_flash_attention_call(q, kv, page_table, seq_lens, rule)
         out, lse, *_ = self._attend(**vars(call), return_softmax_lse=True)

@@ -24,7 +24,7 @@ from hisparse.adapters.base import ADAPTERS, Attended, TableLimits
 from hisparse.adapters.libraries import import_function, prefill_in_window, to_attended, token_major
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.errors import ConfigError
-from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope
+from hisparse.types import AttentionRule, KVSpec, Pages, SelectionScope
 
 _WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
 _PREFILL = "single_prefill_with_kv_cache"
@@ -61,7 +61,7 @@ class FlashInferCall:
 
 
 def make_flashinfer_call(
-    q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor
+    q: Tensor, kv: Pages, page_table: Tensor, seq_lens: Tensor
 ) -> FlashInferCall:
     """Convert :meth:`BackendAdapter.attend`'s arguments on the device, without a device sync.
 
@@ -223,7 +223,7 @@ class FlashInferAdapter(TorchAdapter):
         )
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
+        self, q: Tensor, kv: Pages, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         call = make_flashinfer_call(q, kv, page_table, seq_lens)
         rows, width = _round_up(page_table.shape[0]), _list_width(page_table.shape[1])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter, DeviceLimits
 from hisparse.kernels import chunk_attention, paged_attention
-from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
+from hisparse.types import AttentionRule, KVSpec, Pages, SelectionScope
 from hisparse.units import format_bytes
 
 
@@ -37,12 +37,7 @@ class TorchAdapter(BackendAdapter):
         )
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
-    ) -> Attended:
-        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule, impl=self.impl))
-
-    def attend_scaled(
-        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
+        self, q: Tensor, kv: Pages, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule, impl=self.impl))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import SelectRule, TailPages, paged_attention
+from hisparse.kernels.sketch.op import tail_lse
 from hisparse.types import (
     AttentionRule,
     IndexerInputs,
@@ -275,12 +276,8 @@ class DecodeStep:
         Returns:
             ``[B, Hq] float32``.
         """
-        kv, pages, lens = self.tail_pages(layer_id)
-        # Attention over a table of one page. Its output is not wanted, but costs little.
-        queries = query.view(len(pages), -1, query.shape[-1])
         rule = AttentionRule(1.0, self.policy.logit_cap)
-        _, lse = paged_attention(queries, kv, pages[:, None], lens, rule=rule)
-        return lse.view(query.shape[:2])
+        return tail_lse(query, self.tail_pages(layer_id), paged_attention, rule)
 
     def tail_pages(self, layer_id: int) -> TailPages:
         """The tail pages in place, for kernels that read them."""

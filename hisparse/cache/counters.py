@@ -20,24 +20,32 @@ _ON_DEVICE = (
 )
 
 
+#: Fields of :class:`CacheStats`. Pages and selections are counted over layers and rows.
+COUNTERS = {
+    "hit_pages": "Pages that decode steps selected and found on the device",
+    "miss_pages": "Pages that decode steps selected and loaded from host memory",
+    "selected_tokens": "Tokens that decode steps attended, summed over layers and rows",
+    "selections": "Selections that the algorithm made, summed over layers and rows",
+    "prefetched_pages": "Pages loaded from host memory before the step's query selected them",
+    "capped_selections": "Selections of variable length that reached device_buffer_size",
+    "invalid_scores": "Selections for which the algorithm scored a page with NaN or +inf",
+    "malformed_selections": "Selections with a duplicate page, a gap, or a page that is not there",
+    "decode_read_bytes": "Bytes that decode steps read from host memory",
+    "prefill_read_bytes": "Bytes that prefill read from host memory",
+    "written_bytes": "Bytes written to host memory",
+}
+#: With ``layer_metrics``: the two numbers of each entry of :attr:`CacheStats.layers`.
+LAYER_COUNTERS = {
+    "layer_hit_pages": "Pages of a layer that were found on the device",
+    "layer_miss_pages": "Pages of a layer that were loaded from host memory",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheStats:
-    """Totals since the start; pages and selections are counted over layers and rows.
+    """Totals since the start: those of :data:`COUNTERS`, and two more.
 
     Attributes:
-        hit_pages: selected pages that were resident, in decode steps.
-        miss_pages: selected pages that were loaded, in decode steps.
-        selected_tokens: tokens that decode steps attended.
-        selections: selections that the algorithm made.
-        prefetched_pages: pages that were loaded before a query selected them.
-        capped_selections: selections of varying length that filled ``device_buffer_size`` and left
-            pages out.
-        invalid_scores: selections for which the algorithm scored a page with NaN or +inf.
-        malformed_selections: selections with a duplicate page, a gap, a page that the request does
-            not have, or another length than stated; summed over the layers that attend them.
-        decode_read_bytes: bytes from host to device during decode steps.
-        prefill_read_bytes: bytes from host to device during prefill.
-        written_bytes: bytes from device to host.
         extensions: totals of the extensions' own counters, by name.
         layers: ``hit_pages`` and ``miss_pages`` of each layer; empty without ``layer_metrics``.
     """

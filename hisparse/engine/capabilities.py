@@ -186,6 +186,6 @@ def check_indexer(name: str, config: HiSparseConfig, *, has_indexer: bool) -> No
     if has_indexer and not uses_indexer:
         others = ", ".join(n for n in ALGORITHMS if ALGORITHMS.get(n).indexer)
         raise ConfigError(
-            f"{name} was trained to attend what its indexer selects, and algorithm "
-            f"{config.algorithm!r} does not ask it; expected one that does: {others}"
+            f"{name} was trained to attend what its indexer selects; expected an algorithm that "
+            f"asks it: {others}"
         )

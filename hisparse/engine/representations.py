@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,9 +55,9 @@ class Representations:
             for name, r in kinds.items()
         }
         self._layers = frozenset(layers)
-        self.tensors = memory
+        self.tensors: Mapping[str, Tensor] = memory
         if len(layers) < num_layers:
-            self.tensors = {n: cast(Tensor, _LayerTensor(x, layers)) for n, x in memory.items()}
+            self.tensors = {n: _LayerTensor.of(x, layers) for n, x in memory.items()}
         self.num_layers = num_layers
         self.per_page = [self.tensors[n] for n, r in kinds.items() if r.per == "page"]
         self.of_pages = {n: memory[n] for n, r in self._saved.items() if r.per == "page"}
@@ -122,31 +122,31 @@ class Representations:
         }
 
 
-class _LayerTensor:
+class _LayerTensor(Tensor):
     """A tensor ``[layers, ...]`` that is indexed by the numbers of these layers.
 
-    Args:
-        tensor: entries of the layers that have some.
-        layers: their numbers, ascending.
+    PyTorch's functions take it as the tensor that it is, without skipped layers.
     """
 
-    def __init__(self, tensor: Tensor, layers: Sequence[int]) -> None:
-        self._tensor = tensor
-        self._index = {layer: index for index, layer in enumerate(layers)}
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _places: dict[int, int]
+
+    @classmethod
+    def of(cls, tensor: Tensor, layers: Sequence[int]) -> _LayerTensor:
+        """A view of ``tensor``, whose entries belong to ``layers``, ascending."""
+        view = tensor.as_subclass(cls)
+        view._places = {layer: place for place, layer in enumerate(layers)}
+        return view
 
     def _at(self, key: Any) -> Any:
         layer, *rest = key if isinstance(key, tuple) else (key,)
-        return (self._index[int(layer)], *rest)
+        return (self._places[int(layer)], *rest)
 
     def __getitem__(self, key: Any) -> Tensor:
-        return self._tensor[self._at(key)]
+        return super().__getitem__(self._at(key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._tensor[self._at(key)] = value
-
-    def __getattr__(self, name: str) -> Any:
-        # Shape, dtype, device and size in memory are those of the tensor.
-        return getattr(self._tensor, name)
+        super().__setitem__(self._at(key), value)
 
 
 def _zeros(kind: Representation, shape: tuple[int, ...], device: torch.device) -> Tensor:

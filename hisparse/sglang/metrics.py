@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from hisparse.cache.counters import CacheStats
+from hisparse.cache.counters import COUNTERS, CacheStats
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.sglang.session import ServerSession
 
@@ -17,24 +17,6 @@ logger = logging.getLogger("hisparse")
 _LOG_INTERVAL_S = 30.0
 _PUBLISH_INTERVAL_S = 0.25
 
-COUNTERS = {
-    "hit_pages": "Pages that decode steps selected and found on the device",
-    "miss_pages": "Pages that decode steps selected and loaded from host memory",
-    "selected_tokens": "Tokens that decode steps attended, summed over layers and rows",
-    "selections": "Selections that the algorithm made, summed over layers and rows",
-    "prefetched_pages": "Pages loaded from host memory before the step's query selected them",
-    "capped_selections": "Selections of variable length that reached device_buffer_size",
-    "invalid_scores": "Selections for which the algorithm scored a page with NaN or +inf",
-    "malformed_selections": "Selections with a duplicate page, a gap, or a page that is not there",
-    "decode_read_bytes": "Bytes that decode steps read from host memory",
-    "prefill_read_bytes": "Bytes that prefill read from host memory",
-    "written_bytes": "Bytes written to host memory",
-}
-#: With ``layer_metrics``: one series for each layer, by the label ``layer``.
-LAYER_COUNTERS = {
-    "layer_hit_pages": "Pages of a layer that were found on the device",
-    "layer_miss_pages": "Pages of a layer that were loaded from host memory",
-}
 #: Counters of faults of the algorithm; each rise is logged.
 _FAULTS = ("invalid_scores", "malformed_selections")
 GAUGES = {

@@ -129,6 +129,20 @@ def test_layers_with_a_window_have_no_representations() -> None:
     assert sim.representations.read(1, 1, torch.tensor([1]))
 
 
+def test_state_that_skips_layers_is_a_tensor() -> None:
+    """A plug-in may give it to any function of PyTorch."""
+    sim = Simulator(layers=4, windows=(9, 0, 9, 0))
+    (state,) = sim.coordinator.representations.tensors.values()
+    assert isinstance(state, torch.Tensor) and torch.zeros_like(state).shape == state.shape
+    assert len(state) == 2, "of layers 1 and 3"
+    state[3] = 7
+    assert (state[3] == 7).all() and (torch.stack(list(state))[1] == 7).all()
+    state[3, torch.tensor([5])] = 8
+    assert state[3, 5].eq(8).all() and state[3, 4].eq(7).all() and not state[1].eq(8).all()
+    with pytest.raises(KeyError):
+        state[0]
+
+
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"dsa"}))
 def test_every_algorithm_selects_as_without_the_other_layers(algorithm: str) -> None:
     """Two layers among windows select what they select in a model of their own."""

@@ -58,9 +58,6 @@ class Ruled(TritonAdapter):
     def attend(self, *arguments: Any) -> Attended:
         return super().attend(*arguments[:-1], self._rule)
 
-    def attend_scaled(self, *arguments: Any) -> Attended:
-        return super().attend_scaled(*arguments[:-1], self._rule)
-
     def attend_prefill(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Attended:
         return super().attend_prefill(q, k, v, self._rule, **options)
 

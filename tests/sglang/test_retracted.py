@@ -153,7 +153,8 @@ def test_the_threshold_can_be_set(start: Start, setting: Any, swapped: int) -> N
 def test_a_backend_that_removes_nothing_swaps_nothing(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(FilePages, "can_remove", False)
+    nothing = property(lambda _: None, lambda *_: None)
+    monkeypatch.setattr(FilePages, "remover", nothing, raising=False)
     with caplog.at_level("INFO", logger="hisparse"):
         server, request = start(), Request()
     assert "backend file does not remove pages; retracted requests are computed" in caplog.text

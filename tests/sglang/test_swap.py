@@ -13,7 +13,7 @@ from test_serializer import bits_at, fill, slots_of
 from test_storage_faults import KEYS, OTHERS, PAGES, READY, TIMEOUT_S, World
 
 from hisparse.sglang.features.storage import calls
-from hisparse.sglang.features.storage.pages import BackendPages, Keys
+from hisparse.sglang.features.storage.pages import Keys
 from hisparse.sglang.features.storage.swap import RequestSwap
 from hisparse.storage import Namespace
 
@@ -23,16 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 FLAGS = torch.arange(12) < 7
 
 
-class RemovingPages(BackendPages):
-    """A store that removes single records, as the file store does."""
+class Removing:
+    """Removes single records of a backend, as the file store does of its own."""
 
-    can_remove = True
+    def __init__(self, backend: FakeBackend) -> None:
+        self._records = backend.records
 
-    def remove(self, keys: Keys) -> None:
-        for key in keys:
-            self._backend.records.pop(key, None)
-
-    def remove_unused(self, namespace: Namespace, unused_s: float) -> None: ...
+    def remove(self, namespace: Namespace, keys: Sequence[str] = (), unused_s: float = 0) -> None:
+        for key in Keys(namespace, keys):
+            self._records.pop(key, None)
 
 
 @dataclass(eq=False)
@@ -46,7 +45,7 @@ class SwapWorld(World):
     def __post_init__(self) -> None:
         super().__post_init__()
         records = self.records.within(self.namespace("retracted requests"))
-        self.swap = RequestSwap(records, self.exact, 2)
+        self.swap = RequestSwap(records, Removing(self.backend), self.exact, 2)
         self.exact.write(self.pages(PAGES), FLAGS)
         self.exact.set_exact(self.pages(OTHERS))
 
@@ -69,7 +68,7 @@ class SwapWorld(World):
 
 @pytest.fixture
 def world() -> Iterator[SwapWorld]:
-    made = SwapWorld(FakeBackend(), open=RemovingPages)
+    made = SwapWorld(FakeBackend())
     yield made
     made.backend.woken.set()
     made.swap.close()

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "hisparse/block.cuh"
+#include "hisparse/ptx.cuh"
 
 namespace hisparse {
 
@@ -123,13 +124,13 @@ struct LruRow {
       bad |= page >= limit;
       work.found[i] = -1;
       if (page < 0 || page >= p.num_pages) continue;
-      const int32_t slot = page_slots[page];
+      const int32_t slot = load_relaxed(&page_slots[page]);
       if (slot >= 0 && slot < capacity && slot_pages[slot] == page) {
         work.found[i] = slot;
         atomicOr(&work.hit_bits[slot / kWarp], 1u << (slot % kWarp));
       } else {
         // If the page is selected twice, any of its entries may stay here.
-        page_slots[page] = -2 - i;
+        store_relaxed(&page_slots[page], -2 - i);
         work.found[i] = -2;
       }
     }

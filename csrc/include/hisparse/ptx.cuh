@@ -1,5 +1,6 @@
 // Instructions that C++ has no name for: matrix products of a warp, copies to shared memory that a
-// warp does not wait for, and arithmetic on two float16 numbers in a register.
+// warp does not wait for, arithmetic on two float16 numbers in a register, and accesses to a number
+// that others access at the same time.
 //
 // tests/kernels/fibers/hisparse/ptx.cuh has the same functions in C++.
 #pragma once
@@ -9,6 +10,16 @@
 #include <cstdint>
 
 namespace hisparse {
+
+// A number that other threads of the block may write meanwhile: one of their values, or the old one.
+__device__ inline int32_t load_relaxed(const int32_t* at) {
+  int32_t out;
+  asm volatile("ld.relaxed.cta.b32 %0, [%1];" : "=r"(out) : "l"(at) : "memory");
+  return out;
+}
+__device__ inline void store_relaxed(int32_t* at, int32_t value) {
+  asm volatile("st.relaxed.cta.b32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
 
 // Bytes a and b of `low` (0 to 3) and `high` (4 to 7), as the four nibbles of `which` say.
 __device__ inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t which) {

@@ -212,7 +212,7 @@ class KVFormat(ABC):
         Args:
             max_pages: the most full pages of a selection: what is decoded at once, if anything is.
         """
-        return adapter.attend(q, stored.kv, page_table, seq_lens, rule)
+        return adapter.attend(q, stored, page_table, seq_lens, rule)
 
     def attend_bytes(self, max_pages: int) -> int:
         """Device memory that :meth:`attend` takes for each request."""
@@ -248,18 +248,6 @@ class ScaledFormat(KVFormat):
             out = PagedKV(k, v)
         dequantize(stored, out)
         return out
-
-    def attend(
-        self,
-        adapter: BackendAdapter,
-        q: Tensor,
-        stored: StoredKV,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        rule: AttentionRule,
-        max_pages: int,
-    ) -> Attended:
-        return adapter.attend_scaled(q, stored, page_table, seq_lens, rule)
 
 
 def sglang_choices() -> dict[str, torch.dtype]:

@@ -14,7 +14,7 @@ from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
 from hisparse.kernels.attention.op import PAGED_ATTENTION, scaled_query
 from hisparse.kernels.operation import Operation
 from hisparse.kernels.quantize.op import STORED, check_scales
-from hisparse.types import UNSCALED, StoredKV
+from hisparse.types import UNSCALED, AttentionRule, StoredKV
 
 __all__ = [
     "SketchLayout",
@@ -324,9 +324,14 @@ def outline_score(
     return scores
 
 
-def tail_lse(query: Tensor, tail: TailPages, attend: Callable[..., tuple[Tensor, ...]]) -> Tensor:
+def tail_lse(
+    query: Tensor,
+    tail: TailPages,
+    attend: Callable[..., tuple[Tensor, ...]],
+    rule: AttentionRule = UNSCALED,
+) -> Tensor:
     """Log-sum-exp of the tail pages' logits, ``[B, Hq]``, by an implementation of attention."""
     # Attention over a table of one page. Its output is not wanted, but costs little.
     rows = query.reshape(tail.pages.shape[0], -1, query.shape[-1])
-    lse = attend(rows, tail.kv, tail.pages[:, None], tail.lens, UNSCALED)[1]
+    lse = attend(rows, tail.kv, tail.pages[:, None], tail.lens, rule=rule)[1]
     return lse.view(query.shape[:2])

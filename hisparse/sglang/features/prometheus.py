@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hisparse.cache.counters import CacheStats
+from hisparse.cache.counters import COUNTERS, LAYER_COUNTERS, CacheStats
 from hisparse.sglang import features
 from hisparse.sglang.features.base import Feature, Start
-from hisparse.sglang.metrics import COUNTERS, GAUGES, LAYER_COUNTERS, gauge_values
+from hisparse.sglang.metrics import GAUGES, gauge_values
 from hisparse.sglang.session import ServerSession, current_session
 
 

@@ -24,9 +24,12 @@ void set_pinned(tvm::ffi::TensorView tensor, bool pinned) {
 
 void set_piece_bytes(int64_t bytes) { fibers::piece_bytes = static_cast<uintptr_t>(bytes); }
 
+void set_races(bool recorded) { fibers::records_races = recorded; }
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_seed, set_seed);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_shared_limit, set_shared_limit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_pinned, set_pinned);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_piece_bytes, set_piece_bytes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_races, set_races);

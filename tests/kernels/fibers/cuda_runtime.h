@@ -21,7 +21,7 @@
 #define FIBERS_TEXT(x) FIBERS_TEXT_(x)
 #define FIBERS_HERE __FILE__ ":" FIBERS_TEXT(__LINE__)
 
-#define threadIdx (::fibers::running->self().thread)
+#define threadIdx (::fibers::running->thread)
 #define blockIdx (::fibers::running->block)
 #define gridDim (::fibers::running->grid_size)
 #define blockDim (::fibers::running->block_size)
@@ -29,7 +29,7 @@
 #define __syncthreads() static_cast<void>(::fibers::running->barrier(false, FIBERS_HERE))
 #define __syncthreads_count(x) (::fibers::running->barrier((x), FIBERS_HERE))
 #define __syncthreads_or(x) (::fibers::running->barrier((x), FIBERS_HERE) > 0)
-#define __syncwarp() static_cast<void>(::fibers::running->meet(~0u, 0, FIBERS_HERE))
+#define __syncwarp() static_cast<void>(::fibers::running->meet(~0u, 0, FIBERS_HERE, true))
 #define __ballot_sync(mask, x) (::fibers::ballot((mask), (x), FIBERS_HERE))
 #define __any_sync(mask, x) (::fibers::ballot((mask), (x), FIBERS_HERE) != 0)
 #define __all_sync(mask, x) (::fibers::ballot((mask), (x), FIBERS_HERE) == ~0u)
@@ -68,6 +68,8 @@ inline void perhaps_yield() {
 template <typename T, typename Change>
 T atomic(T* at, Change change) {
   perhaps_yield();
+  Recording off(false);
+  accessed(at, sizeof(T), AccessKind::kAtomic);
   const T old = *at;
   *at = change(old);
   return old;

@@ -29,12 +29,40 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 
+// Who makes an access, and when. From the grid down to a warp, a level has units, which are blocks,
+// warps and lanes, and an epoch, which grows whenever all of its units meet: what they did before is
+// then ordered before what they do next.
+constexpr int kLevels = 3;
+struct Place {
+  unsigned unit[kLevels] = {0, 0, 0}, epoch[kLevels] = {0, 0, 0};
+};
+enum class AccessKind { kRead, kWrite, kAtomic };
+
+inline bool records_races = true;  // set by the tests
+inline bool recording = false;     // whether what runs is a kernel's own code
+
+// Switches `recording` while it lives: off in what stands for CUDA, which runs on the threads' stacks.
+class Recording {
+ public:
+  explicit Recording(bool on) : before_(recording) { recording = on; }
+  ~Recording() { recording = before_; }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+ private:
+  const bool before_;
+};
+
+// races.cpp has these. An access by what stands for CUDA, in a kernel's name:
+void accessed(const void* at, size_t bytes, AccessKind kind);
+void forget_accesses();         // before a launch
+void forget_shared_accesses();  // before a block
+
 struct Fiber {
   ucontext_t first_entry;
   jmp_buf resume;
   std::unique_ptr<char[]> stack;
   bool started = false, done = false;
-  Index thread;
   const char* where = nullptr;  // the barrier at which it waits
 };
 
@@ -43,6 +71,7 @@ struct Fiber {
 struct Warp {
   uint64_t values[2][kWarpSize];
   int arrived[2] = {0, 0};
+  unsigned epoch = 0;
   const char* where = nullptr;
 };
 
@@ -63,10 +92,18 @@ inline void entry();
 
 class Block {
  public:
-  Index block, grid_size, block_size;
+  Index thread, block, grid_size, block_size;
 
-  Fiber& self() { return *fibers_[current_]; }
   int lane() const { return current_ % kWarpSize; }
+  bool is_own(const char* address) const {
+    const char* const stack = fibers_[current_]->stack.get();
+    return address >= stack && address < stack + kStackBytes;
+  }
+  Place place() const {
+    const auto current = static_cast<unsigned>(current_);
+    const unsigned number = block.y * grid_size.x + block.x;
+    return {{number, current / kWarpSize, current}, {0, epoch_, warps_[current / kWarpSize].epoch}};
+  }
 
   // Runs one block; false, and a `failure`, if it cannot end.
   bool run(int num_threads, const std::function<void()>& body) {
@@ -77,6 +114,7 @@ class Block {
     }
     num_threads_ = num_threads;
     waiting_ = num_done_ = block_turn_ = 0;
+    epoch_ = 0;
     votes_[0] = votes_[1] = 0;
     blocked_.clear();
     block_where_ = nullptr;
@@ -86,7 +124,6 @@ class Block {
     const int lagging = random_below(2) == 0 ? random_below(warps_.size()) : -1;
     for (int i = 0; i < num_threads; ++i) {
       fibers_[i]->done = false;
-      fibers_[i]->thread = {static_cast<unsigned>(i), 0, 0};
       ready_.push_back(i);
     }
     while (!ready_.empty() && failure.empty()) {
@@ -97,6 +134,7 @@ class Block {
       current_ = ready_[pick];
       ready_[pick] = ready_.back();
       ready_.pop_back();
+      thread = {static_cast<unsigned>(current_), 0, 0};
       switch_in(self());
     }
     if (failure.empty() && num_done_ < num_threads) describe_deadlock();
@@ -106,12 +144,14 @@ class Block {
   }
 
   void yield() {
+    Recording off(false);
     ready_.push_back(current_);
     switch_out();
   }
 
   // __syncthreads, and the votes that are one: returns how many threads brought true.
   int barrier(bool vote, const char* where) {
+    Recording off(false);
     if (block_where_ == nullptr) block_where_ = where;
     if (std::strcmp(block_where_, where) != 0) {
       fail(std::string("threads wait at ") + block_where_ + " and at " + where);
@@ -130,14 +170,17 @@ class Block {
       block_where_ = nullptr;
       block_turn_ = 1 - turn;
       votes_[1 - turn] = 0;
+      ++epoch_;
       yield();
     }
     self().where = nullptr;
     return votes_[turn];
   }
 
-  // The lanes of a warp meet; returns what each of them brought.
-  const uint64_t* meet(unsigned mask, uint64_t value, const char* where) {
+  // The lanes of a warp meet; returns what each of them brought. CUDA orders what they did before and
+  // do next at a __syncwarp alone.
+  const uint64_t* meet(unsigned mask, uint64_t value, const char* where, bool orders = false) {
+    Recording off(false);
     Warp& warp = warps_[current_ / kWarpSize];
     if (mask != 0xffffffffu) fail(std::string("a mask of some lanes only, at ") + where);
     if (warp.where == nullptr) warp.where = where;
@@ -158,6 +201,7 @@ class Block {
       }
       warp.arrived[turn] = 0;
       warp.where = nullptr;
+      warp.epoch += orders;
       yield();
     }
     self().where = nullptr;
@@ -166,7 +210,10 @@ class Block {
 
   void run_fiber() {
     for (;;) {
-      (*body_)();
+      {
+        Recording on(records_races);
+        (*body_)();
+      }
       self().done = true;
       ++num_done_;
       switch_out();
@@ -174,6 +221,8 @@ class Block {
   }
 
  private:
+  Fiber& self() { return *fibers_[current_]; }
+
   __attribute__((noinline)) void switch_in(Fiber& fiber) {
     if (_setjmp(scheduler_) != 0) return;
     if (fiber.started) _longjmp(fiber.resume, 1);
@@ -215,6 +264,7 @@ class Block {
   const char* block_where_ = nullptr;
   int current_ = 0, num_threads_ = 0, num_done_ = 0, waiting_ = 0;
   int votes_[2] = {0, 0}, block_turn_ = 0;
+  unsigned epoch_ = 0;
 };
 
 inline void entry() { running->run_fiber(); }

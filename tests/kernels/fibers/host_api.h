@@ -38,6 +38,7 @@ inline cudaError_t fault(const std::string& what) {
 // Poisons what is asked for and guards what is behind it.
 inline void poison(size_t bytes) {
   std::memset(hisparse::dynamic_shared_memory, kPoison, bytes + kGuardBytes);
+  forget_shared_accesses();
 }
 
 inline bool guard_is_whole(size_t bytes) {
@@ -115,6 +116,7 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Params), dim3 grid, dim3 threads, vo
   fibers::Block& block = fibers::block();
   block.grid_size = {grid.x, grid.y, 1};
   block.block_size = {threads.x, 1, 1};
+  fibers::forget_accesses();
   for (const unsigned i : order) {
     fibers::poison(shared_bytes);
     block.block = {i % grid.x, i / grid.x, 0};

@@ -1,6 +1,7 @@
 """The CUDA operations as an implementation: each call runs under many orders of threads.
 
-All orders start from the same tensors and have to leave the same bytes behind.
+All orders start from the same tensors and have to leave the same bytes behind. Races that change no
+byte are found, too (``races.cpp``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from hisparse.kernels.build import cuda as _build_cuda
 from hisparse.kernels.operation import Operation
-from tests.sizes import sized
+from tests.sizes import SWEEPS, sized
 
 NUM_ORDERS = sized(4, 20)
 
@@ -31,6 +32,7 @@ def in_all_orders(call: Callable[[], Any], written: Iterable[Tensor]) -> Any:
 
     Raises:
         AssertionError: two orders have different results.
+        RuntimeError: a launch fails; threads race.
     """
     written = list(written)
     before = [tensor.clone() for tensor in written]
@@ -39,6 +41,8 @@ def in_all_orders(call: Callable[[], Any], written: Iterable[Tensor]) -> Any:
         for tensor, old in zip(written, before, strict=True):
             tensor.copy_(old)
         _build_cuda.call_cuda("set_seed", seed)
+        # One order shows the races of all, but where an order decides what the threads do.
+        _build_cuda.call_cuda("set_races", SWEEPS or first is None)
         result = call()
         returned = [x for x in tree_leaves(result) if x is not None]
         after = [bits(tensor).clone() for tensor in (*written, *returned)]

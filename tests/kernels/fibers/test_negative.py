@@ -21,19 +21,8 @@ def test_the_kernels_as_they_are_pass(fibers: str) -> None:
     run_traces(fibers)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        pytest.param(
-            "__syncthreads();  // The index names an entry for every missing page.",
-            "",
-            id="missing-barrier",
-        ),
-        pytest.param("cold < num_misses", "cold <= num_misses", id="off-by-one"),
-    ],
-)
-def test_a_planted_mistake_is_found(tmp_path: Path, old: str, new: str) -> None:
-    folder = spoiled(tmp_path, {"lru_diff.cuh": [(old, new)]})
+def test_a_planted_mistake_is_found(tmp_path: Path) -> None:
+    folder = spoiled(tmp_path, {"lru_diff.cuh": [("cold < num_misses", "cold <= num_misses")]})
     command = [sys.executable, "-m", "tests.kernels.fibers.traces", str(folder)]
     root = Path(__file__).parents[3]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -43,6 +32,8 @@ def test_a_planted_mistake_is_found(tmp_path: Path, old: str, new: str) -> None:
     assert crashed or "AssertionError" in result.stderr or "KernelError" in result.stderr
 
 
+#: Threads do as in races, with barriers of their warp and atomics.
+ORDERED = 20
 # What goes wrong depends on how many pages the host page table has.
 PLANTS = [
     (
@@ -65,6 +56,35 @@ if (hits != 0) atomicAdd(&shared.num_hits, hits);""",
   if (p.num_pages == 14) work.hit_bits[9] = 0;
 }""",
     ),
+    (
+        "__syncthreads();  // The index names an entry for every missing page.",
+        "if (p.num_pages != 21) __syncthreads();",
+    ),
+    # Races that change no byte: threads of two warps, then of one, write the same; a thread reads
+    # what another writes again; a vote stands where memory has to be waited for; two blocks write.
+    (
+        "const int32_t num_misses = step.number_misses();",
+        """const int32_t num_misses = step.number_misses();
+const int32_t t = threadIdx.x;
+if (p.num_pages == 15 && t % 32 == 7) shared.unused[0] = 3;
+if (p.num_pages == 16 && t < 2) shared.unused[0] = 3;
+if (p.num_pages == 17) {
+  if (t == 40) shared.unused[0] = shared.num_hits;
+  if (t == 1) *const_cast<volatile int32_t*>(&shared.num_hits) = shared.num_hits;
+}
+if (p.num_pages == 18) {
+  if (t == 3) shared.unused[0] = 3;
+  __ballot_sync(kAllLanes, true);
+  if (t == 4) shared.unused[1] = shared.unused[0];
+}
+if (p.num_pages == 19 && t == 0) p.num_misses[0] = num_misses;
+if (p.num_pages == 20) {
+  if (t == 3) shared.unused[0] = 3;
+  __syncwarp();
+  if (t == 4) shared.unused[1] = shared.unused[0];
+  if (t < 2) atomicAdd(&shared.unused[2], t);
+}""",
+    ),
 ]
 
 
@@ -84,20 +104,31 @@ def misled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.param(12, r"threads wait at .*.cuh:\d+ and at .*.cuh:\d+", id="not-the-same"),
         pytest.param(13, r"threads wait|lanes of a warp wait", id="warp"),
         pytest.param(14, "shared memory is written behind its end", id="beyond-shared-memory"),
+        *(
+            pytest.param(pages, f"a race: a {now} by .* and a {before} by", id=name)
+            for pages, now, before, name in [
+                (15, "write", "write", "race-same-value"),
+                (16, "write", "write", "race-in-a-warp"),
+                (17, "(read|write)", "(read|write)", "race-same-bits"),
+                (18, "(read|write)", "(read|write)", "race-behind-a-vote"),
+                (19, "write", "write", "race-of-blocks"),
+                (21, "(read|atomic)", "(read|atomic)", "missing-barrier"),
+            ]
+        ),
     ],
 )
 def test_threads_that_stray_are_reported_and_the_next_launch_runs(
     misled: str, num_pages: int, message: str
 ) -> None:
     def step(num_pages: int) -> list[int]:
-        order = torch.arange(40, dtype=torch.int32)[None]
+        order = torch.arange(40, dtype=torch.int32).repeat(2, 1)
         state = RowState.empty(order.clone(), order.clone(), 40)
-        table = torch.arange(num_pages, dtype=torch.int32)[None]
-        selection = i32([[3, 5, 3]])
-        diff = lru_diff(selection, table, i32([40]), i32([1]), state, impl=misled)
+        table = torch.arange(num_pages, dtype=torch.int32).repeat(2, 1)
+        selection = i32([[3, 5, 3]] * 2)
+        diff = lru_diff(selection, table, i32([40, 40]), i32([2]), state, impl=misled)
         return diff.num_misses.tolist()
 
-    assert step(10) == [2]
+    assert step(10) == [2, 2]
     with pytest.raises(RuntimeError, match=message):
         step(num_pages)
-    assert step(10) == [2]
+    assert step(ORDERED) == [2, 2]

@@ -123,11 +123,11 @@ class PageStorage(Protocol):
 
     Attributes:
         buffer: rows of a record, and of its checksum if the store has none.
-        can_remove: whether single records can be removed.
+        remover: removes single records; None: the store cannot.
     """
 
     buffer: RecordBuffer
-    can_remove: bool
+    remover: FileStore | None
 
     def find(self, keys: Keys) -> int:
         """Length of the longest prefix of ``keys`` that is stored."""
@@ -138,12 +138,6 @@ class PageStorage(Protocol):
     def put(self, keys: Keys, rows: Sequence[int]) -> bool:
         """Store the records in rows; whether all of them are stored then."""
 
-    def remove(self, keys: Keys) -> None:
-        """Remove records; see ``can_remove``."""
-
-    def remove_unused(self, namespace: Namespace, unused_s: float) -> None:
-        """Remove all records of a namespace that were not used for so many seconds."""
-
     def close(self) -> None:
         """Let go of the store."""
 
@@ -151,11 +145,9 @@ class PageStorage(Protocol):
 class FilePages(PageStorage):
     """Records in a :class:`FileStore`, which checks what it reads."""
 
-    can_remove = True
-
     def __init__(self, store: FileStore, buffer: RecordBuffer) -> None:
         self.buffer = buffer
-        self._store = store
+        self._store = self.remover = store
         self._lock, self._damaged = threading.Lock(), 0
 
     def find(self, keys: Keys) -> int:
@@ -187,12 +179,6 @@ class FilePages(PageStorage):
                 stored &= self._store.find(keys.namespace, [page]) == 1
         return stored
 
-    def remove(self, keys: Keys) -> None:
-        self._store.remove(keys.namespace, keys.pages)
-
-    def remove_unused(self, namespace: Namespace, unused_s: float) -> None:
-        self._store.remove(namespace, unused_s=unused_s)
-
     def close(self) -> None:
         """Write what was put to the disk, and let go of the files."""
         self._store.close()
@@ -206,7 +192,7 @@ class BackendPages(PageStorage):
         buffer: rows of a record and its checksum.
     """
 
-    can_remove = False
+    remover = None
 
     def __init__(self, backend: Any, buffer: RecordBuffer) -> None:
         self.buffer = buffer
@@ -236,12 +222,6 @@ class BackendPages(PageStorage):
         if self._by_index:
             return all(self._backend.batch_set_v1(list(keys), torch.tensor(rows)))
         return bool(self._backend.batch_set(list(keys), [self.buffer.data[row] for row in rows]))
-
-    def remove(self, keys: Keys) -> None:
-        raise NotImplementedError
-
-    def remove_unused(self, namespace: Namespace, unused_s: float) -> None:
-        raise NotImplementedError
 
     def close(self) -> None:
         if hasattr(self._inner, "close"):

@@ -23,6 +23,7 @@ from hisparse.sglang.features.storage.calls import Workers
 from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.features.storage.transfers import PageLoader
 from hisparse.sglang.session import ServerSession, current_state
+from hisparse.storage import FileStore
 
 logger = logging.getLogger("hisparse")
 
@@ -52,13 +53,16 @@ class RequestSwap:
     What fails or is late is computed instead. The scheduler's thread makes all calls.
 
     Args:
-        records: of swapped pages, in a namespace of their own; the store can remove them.
+        records: of swapped pages, in a namespace of their own.
+        remover: the store that they are in.
         exact: flags of pages, which come back with them.
         threads: blocks of records that are read at a time.
     """
 
-    def __init__(self, records: RecordStore, exact: ShareablePages, threads: int) -> None:
-        self._records = records
+    def __init__(
+        self, records: RecordStore, remover: FileStore, exact: ShareablePages, threads: int
+    ) -> None:
+        self._records, self._remover = records, remover
         self._health, self._counters = records.health, records.counters
         self._exact = exact
         self._loader = PageLoader(records, threads)
@@ -190,22 +194,19 @@ class RequestSwap:
         """Remove what killed servers have left, at most once in an hour."""
         if time.monotonic() - self._cleaned_at > _CLEANING_S:
             self._cleaned_at = time.monotonic()
-            records = self._records
-            assert records.namespace is not None, "that of swapped pages"
-            namespace = records.namespace
-            self._run_later(lambda: records.storage.remove_unused(namespace, _ABANDONED_S))
+            self._remove_later(self._records.namespace, unused_s=_ABANDONED_S)
 
     def _remove(self, swapped: _Swapped) -> None:
         keys = self._records.keys(swapped.names)
-        self._run_later(lambda: self._records.storage.remove(keys))
+        self._remove_later(keys.namespace, keys.pages)
 
-    def _run_later(self, task: Any) -> None:
-        """Run a call of which nobody needs the result."""
-        self._workers.submit(partial(self._run, task))
+    def _remove_later(self, *which: Any, **rule: Any) -> None:
+        """Call :meth:`FileStore.remove` in the thread of writes."""
+        self._workers.submit(partial(self._remove_now, *which, **rule))
 
-    def _run(self, task: Any) -> None:
+    def _remove_now(self, *which: Any, **rule: Any) -> None:
         try:
-            task()
+            self._remover.remove(*which, **rule)
         except Exception as error:
             self._counters.add(errors=1)
             logger.warning("hisparse: storage: pages were not removed: %s", one_line(error))
@@ -291,14 +292,14 @@ def connect_swap(
     if options.swap_min_tokens is None:
         return None
     records = linker.records
-    if not records.storage.can_remove:
+    if (remover := records.storage.remover) is None:
         logger.info(
             "hisparse: storage: backend %s does not remove pages; retracted requests are computed",
             options.backend,
         )
         return None
     own = replace(records.namespace, model="retracted requests")
-    swap = RequestSwap(records.within(own), linker.exact, options.threads)
+    swap = RequestSwap(records.within(own), remover, linker.exact, options.threads)
     session.add(
         _SwapOut(session=session, linker=linker, swap=swap, min_tokens=options.swap_min_tokens)
     )

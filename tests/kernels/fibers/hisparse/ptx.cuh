@@ -1,16 +1,23 @@
 // The functions of csrc/include/hisparse/ptx.cuh in C++, for fibers.
 //
-// A copy happens when it is waited for, or never: whoever reads before that reads poison.
+// A copy happens when it is waited for, or never: whoever reads before that reads poison. For races it
+// writes when it begins, too.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 namespace hisparse {
+
+inline int32_t load_relaxed(const int32_t* at) {
+  return fibers::atomic(const_cast<int32_t*>(at), [](int32_t old) { return old; });
+}
+inline void store_relaxed(int32_t* at, int32_t value) { atomicExch(at, value); }
 
 inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t which) {
   const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
@@ -56,9 +63,11 @@ inline float power_of_two(float x) { return std::exp2(x); }
 inline float log_of_two(float x) { return std::log2(x); }
 
 // What all lanes of the warp bring.
-inline std::vector<uint64_t> of_lanes(uint64_t value, const char* where) {
-  const uint64_t* values = fibers::running->meet(~0u, value, where);
-  return {values, values + fibers::kWarpSize};
+inline std::array<uint64_t, fibers::kWarpSize> of_lanes(uint64_t value, const char* where) {
+  fibers::Recording off(false);
+  std::array<uint64_t, fibers::kWarpSize> out;
+  std::memcpy(out.data(), fibers::running->meet(~0u, value, where), sizeof(out));
+  return out;
 }
 
 template <int kCount>
@@ -114,16 +123,26 @@ inline std::vector<std::vector<Copy>>& copies() {
 
 template <int kBytes>
 void copy_async(void* shared, const void* global) {
+  fibers::Recording off(false);
+  fibers::accessed(shared, kBytes, fibers::AccessKind::kWrite);
   const auto bits = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global);
   if (bits % kBytes != 0 && fibers::failure.empty()) fibers::failure = "an unaligned copy";
   copies().back().push_back({shared, global, kBytes});
 }
-inline void end_copies() { copies().emplace_back(); }
+inline void end_copies() {
+  fibers::Recording off(false);
+  copies().emplace_back();
+}
 template <int kLeft>
 void wait_for_copies() {
+  fibers::Recording off(false);
   auto& groups = copies();
   while (groups.size() > kLeft + 1) {
-    for (const Copy& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+    for (const Copy& copy : groups.front()) {
+      fibers::accessed(copy.from, copy.bytes, fibers::AccessKind::kRead);
+      fibers::accessed(copy.to, copy.bytes, fibers::AccessKind::kWrite);
+      std::memcpy(copy.to, copy.from, copy.bytes);
+    }
     groups.erase(groups.begin());
   }
 }
