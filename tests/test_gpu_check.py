@@ -26,6 +26,7 @@ from scripts.gpu_check import (
     run_part,
 )
 from tests.kernels.conftest import CUDA_TESTS
+from tests.kernels.gpu.small_case import select_by_sketches
 
 PYTHON = sys.executable
 LONG = 131072
@@ -108,6 +109,13 @@ def test_no_speed_of_a_kernel_whose_tests_failed(monkeypatch: pytest.MonkeyPatch
 def test_every_step_is_in_one_part() -> None:
     steps = [name for names in PARTS.values() for name in names]
     assert sorted(steps) == sorted([*SUITES, *BENCHES, "served", "memcheck", "racecheck"])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256, 576])
+def test_the_small_case_selects(dim: int) -> None:
+    """On a CPU: that compute-sanitizer has something to look at."""
+    pages, lengths = select_by_sketches(dim, "cpu")
+    assert lengths.tolist() == [[9] * pages.shape[1], [7] * pages.shape[1]]
 
 
 def test_each_operation_of_a_gpu_is_tested() -> None:

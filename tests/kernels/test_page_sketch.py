@@ -92,6 +92,8 @@ def test_what_a_sketch_stands_for(impl: str, shape: str) -> None:
         (3, 6, 3, 21, 7, 5, 9),
         (2, 2, 2, 24, 1, 0, 1),
         (2, 8, 1, 128, 40, 40, 19),
+        # On CUDA, more pages than the blocks of a request score at least.
+        (1, 8, 8, 8, 4, 2, 300),
     ],
 )
 def test_scores_are_the_log_of_summed_weights(
