@@ -183,7 +183,7 @@ class RandomRequests:
         for layer in range(self.kv.num_layers):
             for slot in slots:
                 host, table = self.host.stored(layer), self.table[slot - 1, :pages]
-                manager.place(layer, int(slot), oldest, pages, host, table)
+                manager.loader.place(layer, int(slot), oldest, pages, host, table)
 
     def begin_token(self) -> None:
         """Start a forward of one new token for each request."""

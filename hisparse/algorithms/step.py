@@ -13,14 +13,7 @@ from torch import Tensor
 
 from hisparse.kernels import SelectRule, TailPages, paged_attention
 from hisparse.kernels.sketch.op import tail_lse
-from hisparse.types import (
-    AttentionRule,
-    IndexerInputs,
-    KVSpec,
-    PagedKV,
-    Selection,
-    SelectionScope,
-)
+from hisparse.types import AttentionRule, IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
 T = TypeVar("T")
 

@@ -8,11 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hisparse.algorithms.base import (
-    BaseSparseAlgorithm,
-    Representation,
-    register_algorithm,
-)
+from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import cap_logits, select
 from hisparse.types import Selection

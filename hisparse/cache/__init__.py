@@ -2,14 +2,13 @@
 
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
-from hisparse.cache.host_pool import HOST_LAYOUTS, HostKVPool
+from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.manager import SparseKVCacheManager
 from hisparse.cache.residency import RowCapacities
 from hisparse.cache.staging import Tile
 from hisparse.cache.swap_in import PageTable, check_selection
 
 __all__ = [
-    "HOST_LAYOUTS",
     "Counters",
     "DevicePool",
     "HostKVPool",

@@ -11,13 +11,7 @@ from hisparse import kernels
 from hisparse.algorithms import DecodeStep
 from hisparse.cache.device_pool import DevicePool, RowSnapshot
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.kernels import (
-    TailPages,
-    gather_pages,
-    gather_tokens,
-    scatter_tokens,
-    verify_indices,
-)
+from hisparse.kernels import TailPages, gather_pages, gather_tokens, scatter_tokens, verify_indices
 from hisparse.types import PagedKV, StoredKV
 
 

@@ -20,8 +20,8 @@ from hisparse.kernels import TailPools, promote_tail
 class SparseKVCacheManager:
     """Keeps a working set of each request's pages on the device.
 
-    A decode layer makes three calls: ``append`` the new token, ``swap_in`` the selected pages,
-    :meth:`finish` the full tail pages.
+    A decode layer makes three calls: ``kv_io.append`` writes the new token, ``loader.swap_in``
+    makes the selected pages resident, and :meth:`finish` moves full tail pages into the LRU.
 
     Args:
         host: the whole KV cache.
@@ -38,6 +38,8 @@ class SparseKVCacheManager:
         overlaps: whether transfers overlap with compute.
         residency: device pages of each request.
         kv_io: reads and writes of tokens.
+        loader: makes pages resident.
+        staging: device memory that prefixes stream through.
     """
 
     def __init__(
@@ -60,23 +62,12 @@ class SparseKVCacheManager:
         self.streams = SideStreams() if streams is None else streams
         self.residency = Residency(device, capacities, checked=checked)
         self.kv_io = KVReadWrite(host, device, checked=checked)
-        self._staging = Staging(
+        self.staging = Staging(
             host, staging_pages, 2 if self.overlaps else 1, device.device, self.streams
         )
-        self._swap_in = SwapIn(
+        self.loader = SwapIn(
             host, device, self.streams, counters, checked=checked, overlaps=self.overlaps
         )
-        #: See :meth:`KVReadWrite.append`, :meth:`SwapIn.swap_in` and :meth:`Staging.read`.
-        self.append, self.swap_in = self.kv_io.append, self._swap_in.swap_in
-        self.read_prefix = self._staging.read
-        #: See :class:`SwapIn`.
-        self.prefetch, self.place = self._swap_in.prefetch, self._swap_in.place
-        self.logged, self.replay = self._swap_in.logged, self._swap_in.replay
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of staging, all tiles."""
-        return self._staging.num_bytes
 
     def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
         """Apply resets and capacity changes; see :meth:`Residency.start_forward`."""
@@ -86,9 +77,9 @@ class SparseKVCacheManager:
 
     def end_forward(self) -> None:
         """Let the forward stream wait for all side work."""
-        self._swap_in.join()
+        self.loader.join()
         if self.overlaps:
-            self._staging.discard_next()
+            self.staging.discard_next()
             self.streams.join_all()
 
     def finish(

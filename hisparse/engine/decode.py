@@ -1,7 +1,7 @@
 """One layer of a decode step: append, score, select, diff_tables, gather, attend.
 
 These are its six operations, in order. The algorithm scores and selects (``retrieve_topk``);
-``manager.swap_in`` finds the missing pages (``diff_tables``) and loads them (``gather_pages``).
+``loader.swap_in`` finds the missing pages (``diff_tables``) and loads them (``gather_pages``).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DecodeLayer:
             if self._before_layer and "sparse" in step.by_mode:
                 for extension in self._before_layer:
                     call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
-            self._manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
+            self._manager.kv_io.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
         by_mode = self._modes.of_layer(layer_id, step)
         if len(by_mode) == 1:
             ((mode, part),) = by_mode.items()
@@ -164,7 +164,7 @@ class DecodeLayer:
     ) -> PageTable:
         """Load the pages that requests attend and that are not on the device."""
         if mode == "sparse":
-            return self._manager.swap_in(
+            return self._manager.loader.swap_in(
                 layer_id,
                 step,
                 selection,
@@ -175,10 +175,10 @@ class DecodeLayer:
         if mode == "window":
             window = self._policy.kv.window(layer_id)
             in_window = step.once(f"window {window}", lambda: step.window_pages(window))
-            return self._manager.swap_in(layer_id, step, in_window)
+            return self._manager.loader.swap_in(layer_id, step, in_window)
         # A context that fits has at most as many pages as the largest row.
         width = max(1, min(step.max_pages, self._manager.device.max_row_pages))
-        return self._manager.swap_in(layer_id, step, None, width=width)
+        return self._manager.loader.swap_in(layer_id, step, None, width=width)
 
     def _attend(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
         """Attend ``queries [R, Q, D]`` over the device pages of each row."""
@@ -222,7 +222,7 @@ class DecodeLayer:
         tiles = self._tiles(layer_id, step)
         for tile, next_tile in zip(tiles, [*tiles[1:], None], strict=True):
             request, count = slice(~tile.owner, ~tile.owner + 1), tile.host_pages.numel()
-            pages = manager.read_prefix(tile, next_tile)
+            pages = manager.staging.read(tile, next_tile)
             table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
             lens = seq_lens[request] - tile.first * kv.page_size
             lens = lens.clamp(0, count * kv.page_size)

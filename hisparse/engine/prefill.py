@@ -236,7 +236,7 @@ class Prefill:
         manager, kv = self._manager, self._policy.kv
         start = tile.first * kv.page_size
         count = min(tile.host_pages.numel() * kv.page_size, end - start)
-        pages = manager.read_prefix(tile, next_tile)
+        pages = manager.staging.read(tile, next_tile)
         keys, values = (x.transpose(1, 2).flatten(0, 1)[:count] for x in pages)
         manager.counters.add("prefill_read_bytes", count * manager.host.format.layer_token_bytes)
         return start, keys, values
@@ -343,11 +343,11 @@ class Prefill:
         def place() -> None:
             if from_host:
                 host = manager.host.stored(layer_id)
-                manager.place(layer_id, chunk.slot, oldest, first, host, chunk.host_pages)
+                manager.loader.place(layer_id, chunk.slot, oldest, first, host, chunk.host_pages)
             begin = max(oldest, first)
             if begin < last:
                 new = manager.host.format.encode(k, v)
-                manager.place(layer_id, chunk.slot, begin, last, new, table)
+                manager.loader.place(layer_id, chunk.slot, begin, last, new, table)
 
         self._move("read", place)
         tail = chunk.end % size

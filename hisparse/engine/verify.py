@@ -210,7 +210,7 @@ class _Verification:
                     self._read_tails(layer_id, step)
                 saved = self._save(layer_id, number)
                 drafts = (q[tokens], k[tokens], v[tokens], indexer and indexer.take(tokens), sinks)
-            with self._manager.logged() as log:
+            with self._manager.loader.logged() as log:
                 outputs.append(self._decode.run(step, layer_id, *drafts))
             if saved is not None:
                 saved.log = log
@@ -376,7 +376,7 @@ class _Undo:
         device.restore_rows(layer_id, tables)
         for wanted in saved.log:
             if id(wanted.step.rows) in self._replays:
-                manager.replay(layer_id, wanted.of(self._replays[id(wanted.step.rows)]))
+                manager.loader.replay(layer_id, wanted.of(self._replays[id(wanted.step.rows)]))
         if self.fills:
             promote_tail(
                 tables.rows,

@@ -11,19 +11,6 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 
-__all__ = [
-    "FLOATS",
-    "Arg",
-    "Result",
-    "Shape",
-    "Size",
-    "Sizes",
-    "check_all",
-    "check_contiguous",
-    "check_divides",
-    "verify_indices",
-]
-
 #: What keys, values and queries may be.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -26,8 +26,6 @@ from hisparse.kernels.build import cuda as build_cuda
 from hisparse.kernels.build.cpu import call_cpu, cpu_library
 from hisparse.kernels.build.cuda import call_cuda
 
-__all__ = ["IMPLEMENTATIONS", "OPERATIONS", "Operation", "Place", "ungrouped", "why_no_triton"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_PASSED = 4096

@@ -11,20 +11,6 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 
-__all__ = [
-    "INTERPRETED",
-    "LARGEST_SHARED",
-    "cap_logits",
-    "dot_parts",
-    "from_e4m3",
-    "num_parts",
-    "power_of",
-    "reads_e4m3",
-    "require_dense_rows",
-    "rounded",
-    "shared_bytes",
-]
-
 #: Of sm_80. GPUs with less (sm_86, sm_89, sm_120) have 99 KiB.
 LARGEST_SHARED = 163 << 10
 #: Whether kernels run in Triton's interpreter. It multiplies bfloat16 matrices as if they were

@@ -8,11 +8,7 @@ from functools import partial
 
 from hisparse.adapters import BackendAdapter, TableLimits
 from hisparse.adapters.base import DeviceLimits
-from hisparse.algorithms import (
-    Representation,
-    SelectionPolicy,
-    entry_bytes,
-)
+from hisparse.algorithms import Representation, SelectionPolicy, entry_bytes
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig, Resolved
 from hisparse.memory.sizing import SizingRequest

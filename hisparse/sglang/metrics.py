@@ -56,7 +56,7 @@ def gauge_values(
         "max_selected_tokens": selected_pages * size,
         "host_kv_bytes": manager.host.rank_bytes,
         "host_representation_bytes": coordinator.representations.num_bytes("host"),
-        "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,
+        "device_kv_bytes": manager.device.num_bytes + manager.staging.num_bytes,
         "device_representation_bytes": coordinator.representations.num_bytes("device"),
         "device_table_bytes": manager.device.table_bytes,
     }

@@ -17,19 +17,16 @@ share them. docs/storage.md has how to operate a store.
 from hisparse.storage.collect import size_in_bytes
 from hisparse.storage.contexts import Context, Contexts, Filter
 from hisparse.storage.namespace import Namespace, page_keys
-from hisparse.storage.report import Damage, NamespaceUse, StoreReport, VerifyReport
+from hisparse.storage.report import StoreReport
 from hisparse.storage.store import FileStore
 
 __all__ = [
     "Context",
     "Contexts",
-    "Damage",
     "FileStore",
     "Filter",
     "Namespace",
-    "NamespaceUse",
     "StoreReport",
-    "VerifyReport",
     "page_keys",
     "size_in_bytes",
 ]

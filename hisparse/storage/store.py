@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
-from hisparse.storage.collect import (
-    HIGH_WATER,
-    LOW_WATER,
-    MIN_LIVE_RATIO,
-    Collector,
-    StoreLimits,
-)
+from hisparse.storage.collect import HIGH_WATER, LOW_WATER, MIN_LIVE_RATIO, Collector, StoreLimits
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
 from hisparse.storage.namespace import Namespace, key_bytes, make_header, record_bytes

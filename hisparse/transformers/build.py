@@ -12,13 +12,7 @@ from hisparse.algorithms import build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import (
-    EngineSetup,
-    build_engine,
-    kept_tensors,
-    make_policy,
-    resolve,
-)
+from hisparse.engine.build import EngineSetup, build_engine, kept_tensors, make_policy, resolve
 from hisparse.engine.capabilities import choose_scope, row_tokens, stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.costs import Resources, host_token_bytes

@@ -234,7 +234,9 @@ def test_a_model_with_an_indexer_is_served_by_what_asks_it(
     model = tiny_model("deepseek_v32")
     message = refusal(model=model)
     assert "DeepseekV32ForCausalLM was trained to attend what its indexer selects" in message
-    assert message.endswith("expected one that does: dsa")
+    assert message.endswith("expected an algorithm that asks it: dsa")
+    # Such a server has an algorithm of its own, which the message must not blame on the user.
+    assert refusal(*f"{TRANSFER} {PREFILL}".split(), model=model) == message
     config = {"algorithm": "dsa", "page_size": 1, "budget": 2 * INDEX_TOP_K}
     assert resolve(model=model, config=config).page_size % 16 == 0
     warned = "are (128, 1, 2); DeepseekV32ForCausalLM was trained with (64, 0, 0)"

@@ -77,4 +77,4 @@ def test_memory_is_charged() -> None:
 def test_memory_that_is_taken_is_what_was_charged(net: Any) -> None:
     for overlap in (False, True):
         manager = open_cache(net, overlap).coordinator.manager
-        assert manager.staging_bytes == (2 * 65536 if overlap else 65536)
+        assert manager.staging.num_bytes == (2 * 65536 if overlap else 65536)

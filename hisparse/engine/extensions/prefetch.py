@@ -98,7 +98,7 @@ class Prefetch(Extension):
                     torch.where(known, kept[_LENGTHS], 0),
                 )
                 for layer in (leader, *self.context.modes.followers(leader)):
-                    self.context.manager.prefetch(layer, selection, step)
+                    self.context.manager.loader.prefetch(layer, selection, step)
 
     def refine_selection(
         self, layer_id: int, queries: Tensor, selection: Selection, step: DecodeStep

@@ -10,8 +10,6 @@ from torch import Tensor
 from hisparse.kernels.attention.op import CHUNK_ATTENTION
 from hisparse.types import AttentionRule
 
-__all__ = ["chunk_attention", "flash_attention", "takes_flash"]
-
 _MAX_WIDTH = 256
 #: Elements of 16 bits that it loads at once; widths and strides have to be multiples.
 _VECTOR = 8

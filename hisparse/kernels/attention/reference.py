@@ -9,8 +9,6 @@ from hisparse.kernels.attention.op import scaled_query
 from hisparse.kernels.quantize.reference import read_scales
 from hisparse.types import AttentionRule, StoredKV
 
-__all__ = ["cap_logits", "chunk_attention", "paged_attention"]
-
 #: Queries per block of a chunk, which limits the memory of the logits.
 _QUERY_BLOCK = 512
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.attention.triton_chunk import chunk_attention
+from hisparse.kernels.attention.triton_chunk import chunk_attention as chunk_attention
 from hisparse.kernels.attention.triton_splits import (
     arrival_counters,
     merge_last,
@@ -32,8 +32,6 @@ from hisparse.kernels.triton_common import (
     shared_bytes,
 )
 from hisparse.types import AttentionRule, StoredKV
-
-__all__ = ["chunk_attention", "launch_options", "paged_attention"]
 
 #: The smallest size that ``tl.dot`` accepts; queries of a group are padded to it.
 _MIN_DOT = 16

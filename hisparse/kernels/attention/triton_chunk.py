@@ -23,8 +23,6 @@ from hisparse.kernels.triton_common import (
 )
 from hisparse.types import AttentionRule
 
-__all__ = ["chunk_attention", "chunk_options"]
-
 #: The smallest size that ``tl.dot`` accepts.
 _MIN_DOT = 16
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from hisparse.kernels.triton_common import rounded
 
-__all__ = ["arrival_counters", "merge_last", "merged_at_once", "num_splits", "store_attended"]
-
 #: Tokens of a split at least; shorter splits cost more to merge than they save.
 _MIN_SPLIT_TOKENS = 128
 #: Elements that a program merges at once: 32 registers a thread with 4 warps.

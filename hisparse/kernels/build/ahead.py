@@ -12,8 +12,6 @@ from hisparse.kernels.build.compiler import CannotBuildError
 from hisparse.kernels.build.cpu import build_cpu, cpu_library
 from hisparse.kernels.build.cuda import build_cuda, device_arch
 
-__all__ = ["build_all", "build_kernels"]
-
 
 def build_kernels(device: str) -> None:
     """Build what a server on ``device``, such as "cpu" or "cuda", calls.

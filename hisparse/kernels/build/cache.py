@@ -14,8 +14,6 @@ from pathlib import Path
 
 from hisparse.private_files import PrivateFolder, open_private
 
-__all__ = ["CACHE", "is_intact", "locked", "private_folder", "put", "unfinished"]
-
 CACHE = Path.home() / ".cache" / "hisparse" / "kernels"
 
 

@@ -18,14 +18,6 @@ from pathlib import Path
 
 from hisparse.kernels.build.cache import is_intact, locked, private_folder, put, unfinished
 
-__all__ = [
-    "SOURCES",
-    "CannotBuildError",
-    "binding_flags",
-    "digest_of",
-    "produce_from_objects",
-]
-
 logger = logging.getLogger(__name__)
 
 # In a checkout hisparse/_csrc is a link to csrc/; a wheel holds the files themselves.

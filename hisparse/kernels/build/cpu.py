@@ -23,17 +23,6 @@ from hisparse.kernels.build.compiler import (
 )
 from hisparse.kernels.build.isa import ISAS, chosen_isa
 
-__all__ = [
-    "build_cpu",
-    "build_cpu_library",
-    "call_cpu",
-    "compile_library",
-    "cpu_instruction_set",
-    "cpu_library",
-    "cpu_sources",
-    "cxx_compiler",
-]
-
 logger = logging.getLogger(__name__)
 
 _SOURCES = SOURCES / "cpu"

@@ -22,15 +22,6 @@ from hisparse.kernels.build.compiler import (
     produce_from_objects,
 )
 
-__all__ = [
-    "build_cuda",
-    "call_cuda",
-    "cuda_library",
-    "cuda_sources",
-    "device_arch",
-    "find_nvcc",
-]
-
 logger = logging.getLogger(__name__)
 
 _FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-Werror", "all-warnings"]

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from hisparse.errors import ConfigError
 
-__all__ = ["ISAS", "VARIABLE", "InstructionSet", "check_isa", "chosen_isa", "environment"]
-
 #: Environment variable that names the instruction set.
 VARIABLE = "HISPARSE_CPU_ISA"
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from hisparse.types import IndexerInputs
 
-__all__ = ["chunk_index_score", "index_score", "store_index_keys", "stored_to_float"]
-
 #: Products q.k per block, over all heads of the indexer: a block fits the processor's cache.
 _BLOCK = 2**18
 #: Added to a float's bits, it carries into the exponent if the fraction is above that of 448, the

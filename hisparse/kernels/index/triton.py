@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +21,45 @@ from hisparse.kernels.triton_common import (
 )
 from hisparse.types import IndexerInputs
 
-__all__ = ["chunk_index_score", "index_score", "launch_options", "store_index_keys"]
-
 _MIN_DOT = 16
+
+
+class _ScoreConstants(NamedTuple):
+    """What the kernel that scores is compiled for.
+
+    Attributes:
+        heads: Hi, of the indexer.
+        heads_block: the same, rounded up to a power of two.
+        dim: Di, width of a key.
+        dim_block: the same, rounded up to a power of two.
+        tokens: that a program scores.
+        parts: numbers that a query's number is split into, see :func:`num_parts`.
+        fp8: whether stored keys are float8_e4m3fn.
+        as_bytes: whether these are converted in registers.
+    """
+
+    heads: int
+    heads_block: int
+    dim: int
+    dim_block: int
+    tokens: int
+    parts: int
+    fp8: bool
+    as_bytes: bool
+
+
+class _StoreConstants(NamedTuple):
+    """What the kernel that stores keys is compiled for.
+
+    Attributes:
+        dim: Di, width of a key.
+        dim_block: the same, rounded up to a power of two.
+        fp8: whether stored keys are float8_e4m3fn.
+    """
+
+    dim: int
+    dim_block: int
+    fp8: bool
 
 
 def index_score(
@@ -39,26 +77,31 @@ def index_score(
     fp8 = keys.dtype == torch.float8_e4m3fn
     as_bytes = fp8 and not reads_e4m3(keys.device)
     narrow = torch.float16 if fp8 else keys.dtype
-    options = launch_options(keys.dtype, as_bytes)
-    _score_kernel[(triton.cdiv(width, options["TOKENS"]), batch)](
+    tokens, num_warps = _tokens_and_warps(keys.dtype, as_bytes)
+    _score_kernel[(triton.cdiv(width, tokens), batch)](
         (new.queries, *new.queries.stride()),
         (new.keys, *new.keys.stride()),
         (new.weights, *new.weights.stride()),
-        (keys.view(torch.uint8) if as_bytes else keys, keys.stride(0)),
-        # Not read where there are no scales.
-        new.weights if scales is None else scales,
-        (host_page_table, *host_page_table.stride()),
-        num_pages.contiguous(),
+        (
+            keys.view(torch.uint8) if as_bytes else keys,
+            keys.stride(0),
+            # Not read where there are no scales.
+            new.weights if scales is None else scales,
+        ),
+        (host_page_table, *host_page_table.stride(), num_pages.contiguous()),
         scores,
         width,
-        HEADS=heads,
-        HEADS_BLOCK=max(_MIN_DOT, triton.next_power_of_2(heads)),
-        DIM=dim,
-        DIM_BLOCK=max(_MIN_DOT, triton.next_power_of_2(dim)),
-        PARTS=num_parts(new.queries.dtype, narrow),
-        FP8=fp8,
-        BYTES=as_bytes,
-        **options,
+        _ScoreConstants(
+            heads=heads,
+            heads_block=max(_MIN_DOT, triton.next_power_of_2(heads)),
+            dim=dim,
+            dim_block=max(_MIN_DOT, triton.next_power_of_2(dim)),
+            tokens=tokens,
+            parts=num_parts(new.queries.dtype, narrow),
+            fp8=fp8,
+            as_bytes=as_bytes,
+        ),
+        num_warps=num_warps,
     )
     return scores
 
@@ -75,7 +118,7 @@ def chunk_index_score(
     return index_score(new, keys, table, num_tokens, scales)
 
 
-def launch_options(dtype: torch.dtype, as_bytes: bool) -> dict[str, int]:
+def _tokens_and_warps(dtype: torch.dtype, as_bytes: bool) -> tuple[int, int]:
     """Tokens of a program and its warps, chosen so that no kernel spills registers.
 
     Args:
@@ -83,8 +126,8 @@ def launch_options(dtype: torch.dtype, as_bytes: bool) -> dict[str, int]:
         as_bytes: whether keys in eight bits are converted in registers.
     """
     if dtype == torch.float8_e4m3fn:
-        return {"TOKENS": 32 if as_bytes else 64, "num_warps": 4}
-    return {"TOKENS": 32 if dtype == torch.float32 else 64, "num_warps": 8}
+        return 32 if as_bytes else 64, 4
+    return 32 if dtype == torch.float32 else 64, 8
 
 
 def store_index_keys(new: Tensor, keys: Tensor, host_pages: Tensor, scales: Tensor | None) -> None:
@@ -93,85 +136,59 @@ def store_index_keys(new: Tensor, keys: Tensor, host_pages: Tensor, scales: Tens
     if tokens == 0:
         return
     _store_kernel[(tokens,)](
-        new,
-        keys if scales is None else keys.view(torch.uint8),
+        (new, *new.stride()),
+        (keys if scales is None else keys.view(torch.uint8), keys.stride(0)),
         # Not written to where there are no scales.
         new if scales is None else scales,
         host_pages.contiguous(),
-        *new.stride(),
-        keys.stride(0),
         keys.shape[0],
-        DIM=dim,
-        DIM_BLOCK=max(32, triton.next_power_of_2(dim)),
-        FP8=scales is not None,
+        _StoreConstants(
+            dim=dim, dim_block=max(32, triton.next_power_of_2(dim)), fp8=scales is not None
+        ),
         num_warps=1,
     )
 
 
 @triton.jit
 def _score_kernel(
-    queries,  # [B, HEADS, DIM], and its strides
-    new_keys,  # [B, DIM], and its strides
-    weights,  # [B, HEADS], and its strides
-    keys,  # [host pages, DIM], and its stride of pages
-    scales,  # [host pages], if FP8
-    host_page_table,  # [B, P], and its strides
-    num_pages,  # [B]
+    queries,  # [B, Hi, Di], and its strides
+    new_keys,  # [B, Di], and its strides
+    weights,  # [B, Hi], and its strides
+    keys,  # [host pages, Di], and its stride of pages; scales [host pages], if there are any
+    host_pages,  # [B, P], and its strides; tokens of each request [B]
     scores,  # [B, 1, P]
     width,
-    HEADS: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
-    FP8: tl.constexpr,
-    BYTES: tl.constexpr,
+    const: tl.constexpr,
 ):
     query_data, query_token, query_head, query_dim = queries
-    new_data, new_token, new_dim = new_keys
     weight_data, weight_token, weight_head = weights
-    key_data, key_page = keys
-    table, stride_table, stride_entry = host_page_table
+    key_data, key_page, scales = keys
+    table, stride_table, stride_entry, num_pages = host_pages
+    TOKENS: tl.constexpr = const.tokens
     block, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kind: tl.constexpr = tl.float16 if FP8 else key_data.dtype.element_ty
-    wide: tl.constexpr = tl.float32 if INTERPRETED and kind == tl.bfloat16 else kind
     page = block * TOKENS + tl.arange(0, TOKENS)
     target = scores + request * width + page
     count = tl.load(num_pages + request)
     # A captured step has programs for the longest context.
     if block * TOKENS > count:
         return
-    head, dim = tl.arange(0, HEADS_BLOCK), tl.arange(0, DIM_BLOCK)
-    there = (head < HEADS)[:, None] & (dim < DIM)[None, :]
+    head, dim = tl.arange(0, const.heads_block), tl.arange(0, const.dim_block)
+    there = (head < const.heads)[:, None] & (dim < const.dim)[None, :]
     place = query_data + request * query_token + head[:, None] * query_head
     q = tl.load(place + dim[None, :] * query_dim, mask=there, other=0.0).to(tl.float32)
     place = weight_data + request * weight_token + head * weight_head
-    weight = tl.load(place, mask=head < HEADS, other=0.0).to(tl.float32)
+    weight = tl.load(place, mask=head < const.heads, other=0.0).to(tl.float32)
     # Stored keys; what is read in place of absent ones is discarded.
     entry = table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=page < count, other=0).to(tl.int64)
-    place = key_data + host_page[:, None] * key_page + dim[None, :]
-    k = tl.load(place, mask=(dim < DIM)[None, :], other=0.0)
-    k = (from_e4m3(k) if BYTES else k).to(wide)
-    products = tl.zeros((TOKENS, HEADS_BLOCK), tl.float32)
-    if FP8:
-        up, down = power_of(tl.max(tl.abs(q), axis=1), 14)
-        products = dot_parts(k, q * up[:, None], products, kind, PARTS)
-        # The 2^8 are those that from_e4m3 leaves out.
-        factor = weight * down * (256.0 if BYTES else 1.0)
-    else:
-        products = dot_parts(k, q, products, kind, PARTS)
-        factor = weight
-    # Not tl.maximum, which would drop NaN.
-    products = tl.where(products < 0, 0.0, products)
-    found = tl.sum(products * factor[None, :], axis=1)
-    if FP8:
+    found = _products(q, weight, key_data + host_page * key_page, const)
+    if const.fp8:
         found *= tl.load(scales + host_page)
     if block * TOKENS + TOKENS > count:
         # The new token, whose key is not stored yet.
+        new_data, new_token, new_dim = new_keys
         source = new_data + request * new_token + dim * new_dim
-        new = tl.load(source, mask=dim < DIM, other=0.0).to(tl.float32)
+        new = tl.load(source, mask=dim < const.dim, other=0.0).to(tl.float32)
         product = tl.sum(q * new[None, :], axis=1)
         own = tl.sum(tl.where(product < 0, 0.0, product) * weight, axis=0)
         found = tl.where(page == count, own, found)
@@ -179,32 +196,51 @@ def _score_kernel(
 
 
 @triton.jit
+def _products(q, weight, rows, const: tl.constexpr):
+    """Scores by the stored keys that begin at ``rows``, ``[tokens]``, without their scales."""
+    kind: tl.constexpr = tl.float16 if const.fp8 else rows.dtype.element_ty
+    wide: tl.constexpr = tl.float32 if INTERPRETED and kind == tl.bfloat16 else kind
+    dim = tl.arange(0, const.dim_block)
+    k = tl.load(rows[:, None] + dim[None, :], mask=(dim < const.dim)[None, :], other=0.0)
+    k = (from_e4m3(k) if const.as_bytes else k).to(wide)
+    products = tl.zeros((rows.shape[0], weight.shape[0]), tl.float32)
+    factor = weight
+    if const.fp8:
+        up, down = power_of(tl.max(tl.abs(q), axis=1), 14)
+        q *= up[:, None]
+        # The 2^8 are those that from_e4m3 leaves out.
+        factor = weight * down * (256.0 if const.as_bytes else 1.0)
+    products = dot_parts(k, q, products, kind, const.parts)
+    # Not tl.maximum, which would drop NaN.
+    products = tl.where(products < 0, 0.0, products)
+    return tl.sum(products * factor[None, :], axis=1)
+
+
+@triton.jit
 def _store_kernel(
-    new,  # [T, DIM]
-    keys,  # [host pages, DIM]
-    scales,  # [host pages], if FP8
+    new,  # [T, Di], and its strides
+    keys,  # [host pages, Di], and its stride of pages
+    scales,  # [host pages], if there are any
     host_pages,  # [T]
-    new_token,
-    new_dim,
-    key_page,
     num_host_pages,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    FP8: tl.constexpr,
+    const: tl.constexpr,
 ):
-    token, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIM_BLOCK)
+    new_data, new_token, new_dim = new
+    key_data, key_page = keys
+    token, dim = tl.program_id(0).to(tl.int64), tl.arange(0, const.dim_block)
     target = tl.load(host_pages + token).to(tl.int64)
     if target <= 0 or target >= num_host_pages:
         return
-    source = new + token * new_token + dim * new_dim
-    x = tl.load(source, mask=dim < DIM, other=0.0).to(tl.float32)
-    out = keys + target * key_page + dim
-    if FP8:
+    there = dim < const.dim
+    source = new_data + token * new_token + dim * new_dim
+    x = tl.load(source, mask=there, other=0.0).to(tl.float32)
+    out = key_data + target * key_page + dim
+    if const.fp8:
         # See index/reference.py.
         largest = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-4)
         exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        tl.store(out, to_e4m3(x * inverse), mask=dim < DIM)
+        tl.store(out, to_e4m3(x * inverse), mask=there)
         tl.store(scales + target, (exponent << 23).to(tl.float32, bitcast=True))
     else:
-        tl.store(out, rounded(x, keys.dtype.element_ty), mask=dim < DIM)
+        tl.store(out, rounded(x, key_data.dtype.element_ty), mask=there)

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from hisparse.kernels.attention.reference import cap_logits
 
-__all__ = ["key_score"]
-
 
 def key_score(
     query: Tensor,

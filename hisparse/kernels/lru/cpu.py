@@ -7,8 +7,6 @@ from torch import Tensor
 from hisparse.kernels.lru.op import DIFF_TABLES, DecodeRows, RowState
 from hisparse.kernels.lru.reference import with_dense_requests
 
-__all__ = ["diff_tables"]
-
 
 def diff_tables(
     selection: Tensor | None,

@@ -10,8 +10,6 @@ from torch.nn.functional import pad
 
 from hisparse.kernels.lru.op import DecodeRows, DiffTables, LruDiff, RowState
 
-__all__ = ["diff_tables", "lru_diff", "page_table", "with_dense_requests"]
-
 
 class _Intersection(NamedTuple):
     """What a selection ``[R, K]`` has in common with the resident pages."""

@@ -9,8 +9,6 @@ from hisparse.kernels.quantize import reference
 from hisparse.kernels.quantize.op import DECODE_LATENTS, ENCODE_LATENTS, QUANTIZE, LatentRow
 from hisparse.types import StoredKV
 
-__all__ = ["decode_latents", "encode_latents", "quantize"]
-
 
 def quantize(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredKV:
     """See :func:`hisparse.kernels.quantize`."""

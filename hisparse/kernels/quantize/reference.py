@@ -8,15 +8,6 @@ from torch import Tensor
 from hisparse.kernels.quantize.op import FRACTION_BITS, RULES, LatentRow
 from hisparse.types import StoredKV
 
-__all__ = [
-    "decode_latents",
-    "dequantize",
-    "encode_latents",
-    "pack_latents",
-    "quantize",
-    "read_scales",
-]
-
 _BIAS = 127
 #: The next number of bfloat16 is beyond float16.
 _LARGEST_HALF = 65280.0

@@ -5,6 +5,8 @@ A launch serves the keys of a step and another one its values; pages of latents 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,12 +16,55 @@ from hisparse.kernels.quantize.op import RULES, LatentRow
 from hisparse.kernels.quantize.reference import pack_latents
 from hisparse.types import StoredKV
 
-__all__ = ["decode_latents", "encode_latents", "quantize", "to_e4m3"]
-
 #: Elements of a program; small, so that a step's few vectors make many programs.
 _ELEMENTS = 1024
 #: The same where latents are decoded.
 _DECODED = 4096
+
+
+class _QuantizeConstants(NamedTuple):
+    """What the kernel that encodes is compiled for.
+
+    Attributes:
+        carry, exponent, least_scale, largest_half: of the dtype, see ``RULES``.
+        width: D, of a vector.
+        width_block: the same, rounded up to a power of two.
+        vectors: of a program.
+    """
+
+    carry: int
+    exponent: int
+    least_scale: int
+    largest_half: float
+    width: int
+    width_block: int
+    vectors: int
+
+
+class _DecodeConstants(NamedTuple):
+    """What the kernel that decodes latents is compiled for.
+
+    Attributes:
+        rank: of a latent, its first numbers.
+        rank_block: the same, rounded up to a power of two.
+        tile: numbers that share a scale.
+        rope: numbers after the rank, in bfloat16.
+        rope_block: the same, rounded up to a power of two.
+        scales_at: offset of a row's scales, in bytes.
+        rope_at: offset of its numbers in bfloat16, in bytes.
+        size: S, tokens of a page.
+        tokens: of a program.
+    """
+
+    rank: int
+    rank_block: int
+    tile: int
+    rope: int
+    rope_block: int
+    scales_at: int
+    rope_at: int
+    size: int
+    tokens: int
 
 
 def quantize(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredKV:
@@ -36,21 +81,21 @@ def quantize(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredKV:
         block = triton.next_power_of_2(width)
         step = max(1, _ELEMENTS // block)
         _quantize_kernel[(triton.cdiv(count, step),)](
-            vectors,
+            (vectors, *vectors.stride()[:2]),
             # As bytes, because some GPUs that Triton compiles for do not have e4m3.
             to if dtype == torch.int8 else to.view(torch.uint8),
             scales,
-            *vectors.stride()[:2],
-            vectors.shape[1],
-            count,
+            (vectors.shape[1], count),
             which,
-            CARRY=rule.carry,
-            EXPONENT=rule.exponent,
-            LEAST_SCALE=rule.least_scale,
-            LARGEST_HALF=rule.largest_half,
-            WIDTH=width,
-            WIDTH_BLOCK=block,
-            VECTORS=step,
+            _QuantizeConstants(
+                carry=rule.carry,
+                exponent=rule.exponent,
+                least_scale=rule.least_scale,
+                largest_half=rule.largest_half,
+                width=width,
+                width_block=block,
+                vectors=step,
+            ),
         )
     return StoredKV(codes[0], codes[1], scales)
 
@@ -81,35 +126,29 @@ def _to_int8(x):
 
 @triton.jit
 def _quantize_kernel(
-    vectors,  # [T, H, D]
+    vectors,  # [T, H, D], and its strides of tokens and heads
     codes,  # [T, H, D]
     scales,  # [T, H, 2]
-    stride_token,
-    stride_head,
-    heads,
-    count,
-    which,
-    CARRY: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    LEAST_SCALE: tl.constexpr,
-    LARGEST_HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
-    VECTORS: tl.constexpr,
+    shape,  # H, and T * H
+    which,  # of the two scales
+    const: tl.constexpr,
 ):
-    vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
-    dim, live = tl.arange(0, WIDTH_BLOCK), vector < count
-    seen = live[:, None] & (dim < WIDTH)[None, :]
-    place = vectors + vector // heads * stride_token + vector % heads * stride_head
+    data, stride_token, stride_head = vectors
+    heads, count = shape
+    vector = tl.program_id(0).to(tl.int64) * const.vectors + tl.arange(0, const.vectors)
+    dim, live = tl.arange(0, const.width_block), vector < count
+    seen = live[:, None] & (dim < const.width)[None, :]
+    place = data + vector // heads * stride_token + vector % heads * stride_head
     x = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0).to(tl.float32)
-    if vectors.dtype.element_ty == tl.float16:
+    if data.dtype.element_ty == tl.float16:
         # Not tl.clamp, which would not keep NaN.
-        x = tl.where(x > LARGEST_HALF, LARGEST_HALF, tl.where(x < -LARGEST_HALF, -LARGEST_HALF, x))
+        x = tl.where(x < -const.largest_half, -const.largest_half, x)
+        x = tl.where(x > const.largest_half, const.largest_half, x)
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     # See op.py.
-    scale = tl.maximum(((largest + CARRY) >> 23) - EXPONENT, LEAST_SCALE)
+    scale = tl.maximum(((largest + const.carry) >> 23) - const.exponent, const.least_scale)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
-    place = codes + vector * WIDTH
+    place = codes + vector * const.width
     x *= inverse[:, None]
     codes_of = _to_int8(x) if codes.dtype.element_ty == tl.int8 else to_e4m3(x)
     tl.store(place[:, None] + dim[None, :], codes_of, mask=seen)
@@ -132,66 +171,56 @@ def decode_latents(pages: Tensor, table: Tensor, out: Tensor, row: LatentRow) ->
     block = triton.next_power_of_2(row.rank)
     tokens = max(1, _DECODED // block)
     _decode_kernel[(triton.cdiv(count * size, tokens),)](
-        pages,
+        (pages, *pages.stride()[:2]),
         table.contiguous(),
         out,
-        *pages.stride()[:2],
         count * size,
-        RANK=row.rank,
-        RANK_BLOCK=block,
-        TILE=row.tile,
-        ROPE=row.rope,
-        ROPE_BLOCK=max(1, triton.next_power_of_2(row.rope)),
-        SCALES_AT=row.scales_at,
-        ROPE_AT=row.rope_at,
-        SIZE=size,
-        TOKENS=tokens,
+        _DecodeConstants(
+            rank=row.rank,
+            rank_block=block,
+            tile=row.tile,
+            rope=row.rope,
+            rope_block=max(1, triton.next_power_of_2(row.rope)),
+            scales_at=row.scales_at,
+            rope_at=row.rope_at,
+            size=size,
+            tokens=tokens,
+        ),
     )
 
 
 @triton.jit
 def _decode_kernel(
-    pages,  # [N, S, bytes]
+    pages,  # [N, S, bytes], and its strides of pages and tokens
     table,  # [n]
     out,  # [n, S, rank + rope]
-    stride_page,
-    stride_token,
-    count,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
-    SCALES_AT: tl.constexpr,
-    ROPE_AT: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
+    count,  # n * S
+    const: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    data, stride_page, stride_token = pages
+    token = tl.program_id(0).to(tl.int64) * const.tokens + tl.arange(0, const.tokens)
     live = token < count
-    page = tl.load(table + token // SIZE, mask=live, other=-1).to(tl.int64)
+    page = tl.load(table + token // const.size, mask=live, other=-1).to(tl.int64)
     live = live & (page >= 0)
-    source = pages + page * stride_page + token % SIZE * stride_token
-    target = out + token * (RANK + ROPE)
-    dim = tl.arange(0, RANK_BLOCK)
-    seen = live[:, None] & (dim < RANK)[None, :]
+    source = data + page * stride_page + token % const.size * stride_token
+    target = out + token * (const.rank + const.rope)
+    dim = tl.arange(0, const.rank_block)
+    seen = live[:, None] & (dim < const.rank)[None, :]
     codes = tl.load(source[:, None] + dim[None, :], mask=seen, other=0)
     # A float32 that is 2 ** -120 times the code: the difference of the exponents' biases.
     bits = codes.to(tl.int32)
     numbers = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
     # A scale lies at a multiple of four bytes.
-    scale = (source + SCALES_AT).to(tl.pointer_type(tl.float32))
-    factor = tl.load(scale[:, None] + (dim // TILE)[None, :], mask=seen, other=0.0)
+    scale = (source + const.scales_at).to(tl.pointer_type(tl.float32))
+    factor = tl.load(scale[:, None] + (dim // const.tile)[None, :], mask=seen, other=0.0)
     # NaN has no number: its code has all bits set.
     nan = (bits & 0x7F) == 0x7F
     numbers = tl.where(nan, float("nan"), numbers * 2.0**120 * factor)
     tl.store(target[:, None] + dim[None, :], numbers.to(out.dtype.element_ty), mask=seen)
-    if ROPE > 0:
-        part = tl.arange(0, ROPE_BLOCK)
-        shown = live[:, None] & (part < ROPE)[None, :]
-        halves = (source + ROPE_AT).to(tl.pointer_type(tl.int16))
+    if const.rope > 0:
+        part = tl.arange(0, const.rope_block)
+        shown = live[:, None] & (part < const.rope)[None, :]
+        halves = (source + const.rope_at).to(tl.pointer_type(tl.int16))
         raw = tl.load(halves[:, None] + part[None, :], mask=shown, other=0).to(tl.int32)
-        rope = (raw << 16).to(tl.float32, bitcast=True)
-        tl.store(
-            target[:, None] + (RANK + part)[None, :], rope.to(out.dtype.element_ty), mask=shown
-        )
+        rope = (raw << 16).to(tl.float32, bitcast=True).to(out.dtype.element_ty)
+        tl.store(target[:, None] + (const.rank + part)[None, :], rope, mask=shown)

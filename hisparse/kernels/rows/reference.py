@@ -8,8 +8,6 @@ from torch import Tensor
 from hisparse.kernels.lru.op import RowState
 from hisparse.kernels.rows.op import TailPools, copy_tails
 
-__all__ = ["promote_tail", "rebalance", "reset_rows"]
-
 
 def promote_tail(
     rows: Tensor,

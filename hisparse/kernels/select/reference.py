@@ -7,8 +7,6 @@ from torch import Tensor
 
 from hisparse.kernels.select.op import SelectRule
 
-__all__ = ["best_pages", "select"]
-
 
 def select(
     scores: Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,9 +13,27 @@ from hisparse.errors import KernelError
 from hisparse.kernels.select.op import SelectRule
 from hisparse.kernels.select.reference import best_pages
 
-__all__ = ["select"]
-
 _SCORES_PER_STEP = 1024
+
+
+class _ShareConstants(NamedTuple):
+    """What the kernel that combines heads is compiled for.
+
+    Attributes:
+        counted: whether there is a counter of invalid scores.
+        selections: of a group, each counted.
+        near: whether heads agree by the distance from their best score.
+        group: heads that share a selection.
+        group_block: the same, rounded up to a power of two.
+        step: pages that are read at once.
+    """
+
+    counted: bool
+    selections: int
+    near: bool
+    group: int
+    group_block: int
+    step: int
 
 
 def select(
@@ -48,14 +68,15 @@ def select(
             combined,
             # Not written to where there is no counter.
             num_pages if invalid_scores is None else invalid_scores,
-            width,
-            heads,
-            COUNTED=invalid_scores is not None,
-            SELECTIONS=rule.heads // heads,
-            NEAR=near,
-            GROUP=given // heads,
-            GROUP_BLOCK=group_block,
-            STEP=max(16, _SCORES_PER_STEP // group_block),
+            (width, heads),
+            _ShareConstants(
+                counted=invalid_scores is not None,
+                selections=rule.heads // heads,
+                near=near,
+                group=given // heads,
+                group_block=group_block,
+                step=max(16, _SCORES_PER_STEP // group_block),
+            ),
         )
     combined = combined.repeat_interleave(rule.heads // heads, dim=1)
     return best_pages(combined, num_pages, forced, rule, given)
@@ -75,38 +96,33 @@ def _is_invalid(x):
 
 @triton.jit
 def _share_kernel(
-    scores,  # [B, H * GROUP, P]
-    rest,  # [B, H * GROUP]
+    scores,  # [B, H * group, P]
+    rest,  # [B, H * group]
     num_pages,  # [B]
     combined,  # [B, H, P]
-    invalid_scores,  # [1], if COUNTED
-    width,
-    heads,
-    COUNTED: tl.constexpr,
-    SELECTIONS: tl.constexpr,
-    NEAR: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    invalid_scores,  # [1], if counted
+    shape,  # P, H
+    const: tl.constexpr,
 ):
     """Combine a group's heads into one score per page.
 
-    If NEAR, the largest over heads of a page's score minus the head's best score; else the sum over
+    If near, the largest over heads of a page's score minus the head's best score; else the sum over
     heads of each head's softmax over the pages and the rest.
     """
+    width, heads = shape
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(num_pages + request)
     row = request * heads + head
-    member, at = tl.arange(0, GROUP_BLOCK), tl.arange(0, STEP)
-    source = scores + (row * GROUP + member[:, None]) * width
-    present = (member < GROUP)[:, None]
-    beside = tl.load(rest + row * GROUP + member, mask=member < GROUP, other=-float("inf"))
-    invalid = tl.zeros((STEP,), tl.int32) + tl.max(_is_invalid(beside).to(tl.int32), axis=0)
+    member, at = tl.arange(0, const.group_block), tl.arange(0, const.step)
+    own = member < const.group
+    source, present = scores + (row * const.group + member[:, None]) * width, own[:, None]
+    beside = tl.load(rest + row * const.group + member, mask=own, other=-float("inf"))
+    invalid = tl.zeros_like(at) + tl.max(_is_invalid(beside).to(tl.int32), axis=0)
     highest = _finite(beside)
     total = tl.where(highest == -float("inf"), 0.0, 1.0)
     # -inf everywhere: there is no maximum to subtract.
     top = tl.where(highest == -float("inf"), 0.0, highest)
-    for start in range(0, width, STEP):
+    for start in range(0, width, const.step):
         page = start + at[None, :]
         x = _finite(tl.load(source + page, mask=present & (page < count), other=-float("inf")))
         higher = tl.maximum(highest, tl.max(x, axis=1))
@@ -114,18 +130,18 @@ def _share_kernel(
         total = total * tl.exp(highest - top) + tl.sum(tl.exp(x - top[:, None]), axis=1)
         highest = higher
     scale = 1.0 / tl.where(total > 0, total, 1.0)
-    for start in range(0, width, STEP):
+    for start in range(0, width, const.step):
         page = start + at
         seen = present & (page < count)[None, :]
         x = tl.load(source + page[None, :], mask=seen, other=-float("inf"))
         # Here, for the loop above has no registers left.
         invalid |= tl.max(_is_invalid(x).to(tl.int32), axis=0)
         x = _finite(x)
-        if NEAR:
+        if const.near:
             found = tl.max(x - top[:, None], axis=0)
         else:
             found = tl.sum(tl.exp(x - top[:, None]) * scale[:, None], axis=0)
         tl.store(combined + row * width + page, found, mask=page < width)
-    if COUNTED:
+    if const.counted:
         changed = (tl.max(invalid, axis=0) > 0) & (count > 0)
-        tl.atomic_add(invalid_scores, SELECTIONS, mask=changed)
+        tl.atomic_add(invalid_scores, const.selections, mask=changed)

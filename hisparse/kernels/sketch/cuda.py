@@ -8,8 +8,6 @@ from torch import Tensor
 from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.sketch.op import SKETCH_SCORE, SketchLayout, TailPages
 
-__all__ = ["sketch_score"]
-
 
 def sketch_score(
     query: Tensor,

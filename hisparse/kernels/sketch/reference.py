@@ -16,15 +16,6 @@ from hisparse.kernels.sketch.op import (
     tail_lse,
 )
 
-__all__ = [
-    "outline_score",
-    "outline_values",
-    "page_outline",
-    "page_sketch",
-    "sketch_keys",
-    "sketch_score",
-]
-
 
 def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
     """See :func:`hisparse.kernels.page_sketch`."""

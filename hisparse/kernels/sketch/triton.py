@@ -2,19 +2,63 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hisparse.kernels.sketch.op import MOST_SCALE, SCALE_OFFSET, SketchLayout
 
-__all__ = ["outline_score", "page_sketch"]
-
 #: Smallest sizes of a matrix product, for outlines.
 _PAGES = 16
 _MOST_QUERIES = 16
 _CHANNELS = 32
 _OFFSET, _MOST = tl.constexpr(SCALE_OFFSET), tl.constexpr(MOST_SCALE)
+
+
+class _SketchConstants(NamedTuple):
+    """What the kernel that stores sketches is compiled for.
+
+    Attributes:
+        size: S, tokens of a page.
+        dim: D, width of a key.
+        dim_block: the same, rounded up to a power of two.
+        channels: N, the detailed ones.
+        blocks: bytes of the block scales, and of the mask.
+        code_bytes: bytes of one channel's codes.
+        num_bytes: of a sketch.
+    """
+
+    size: int
+    dim: int
+    dim_block: int
+    channels: int
+    blocks: int
+    code_bytes: int
+    num_bytes: int
+
+
+class _OutlineConstants(NamedTuple):
+    """What the kernel that scores outlines is compiled for.
+
+    Attributes:
+        group: query heads of a KV head.
+        queries: of them that a program serves.
+        parts: programs that share a group.
+        pages: that a program scores.
+        dim: D, width of a key.
+        channels: that are multiplied at once.
+        half: channels of a byte's low bits.
+    """
+
+    group: int
+    queries: int
+    parts: int
+    pages: int
+    dim: int
+    channels: int
+    half: int
 
 
 def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
@@ -27,13 +71,15 @@ def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: Sket
         (sketches, *sketches.stride()[:2]),
         host_pages.contiguous(),
         sketches.shape[0],
-        SIZE=layout.page_size,
-        DIM=layout.dim,
-        DIM_BLOCK=max(8, triton.next_power_of_2(layout.dim)),
-        COUNT=layout.num_channels,
-        BLOCKS=layout.blocks,
-        CODE_BYTES=layout.code_bytes,
-        NUM_BYTES=layout.num_bytes,
+        _SketchConstants(
+            size=layout.page_size,
+            dim=layout.dim,
+            dim_block=max(8, triton.next_power_of_2(layout.dim)),
+            channels=layout.num_channels,
+            blocks=layout.blocks,
+            code_bytes=layout.code_bytes,
+            num_bytes=layout.num_bytes,
+        ),
     )
 
 
@@ -71,13 +117,7 @@ def _sketch_kernel(
     sketches,  # [host pages, Hkv, bytes], and its strides of pages and heads
     host_pages,  # [P]
     num_host_pages,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    CODE_BYTES: tl.constexpr,
-    NUM_BYTES: tl.constexpr,
+    const: tl.constexpr,
 ):
     key_data, stride_page, stride_token, stride_head, stride_dim = keys
     sketch_data, stride_out_page, stride_out_head = sketches
@@ -85,57 +125,72 @@ def _sketch_kernel(
     target = tl.load(host_pages + page).to(tl.int64)
     if target <= 0 or target >= num_host_pages:
         return
-    dim = tl.arange(0, DIM_BLOCK)
-    there = dim < DIM
+    dim = tl.arange(0, const.dim_block)
+    there = dim < const.dim
     source = key_data + page * stride_page + head * stride_head + dim * stride_dim
     high = tl.load(source, mask=there, other=0.0).to(tl.float32)
     low, total = high, high
-    for t in range(1, SIZE):
+    for t in range(1, const.size):
         x = tl.load(source + t * stride_token, mask=there, other=0.0).to(tl.float32)
         high, low, total = tl.maximum(high, x), tl.minimum(low, x), total + x
-    base = tl.div_rn(total, tl.full((DIM_BLOCK,), SIZE, tl.float32))
-    if COUNT > 0:
-        chosen = _widest(high, low, there, COUNT)
+    base = tl.div_rn(total, tl.full(total.shape, const.size, tl.float32))
+    if const.channels > 0:
+        chosen = _widest(high, low, there, const.channels)
         base = tl.where(chosen, high * 0.5 + low * 0.5, base)
-    top = tl.max(tl.reshape(tl.abs(base), (DIM_BLOCK // 8, 8)), axis=1)
-    block_code = _scale_code(tl.div_rn(top, tl.full((DIM_BLOCK // 8,), 127.0, tl.float32)))
-    block_scale = tl.broadcast_to(_scale_of(block_code)[:, None], (DIM_BLOCK // 8, 8))
-    block_scale = tl.reshape(block_scale, (DIM_BLOCK,))
-    whole = tl.minimum(tl.maximum(tl.div_rn(base, block_scale), -127.0), 127.0)
-    # Adding this constant leaves no bits for a fraction, which rounds to the nearest, ties to even.
-    whole = (whole + 12582912.0) - 12582912.0
-    base = whole * block_scale
+    block_code, whole, base = _rounded_base(base, const)
     out = sketch_data + target * stride_out_page + head * stride_out_head
     tl.store(out + dim, (whole.to(tl.int32) & 255).to(tl.uint8), mask=there)
-    block = tl.arange(0, DIM_BLOCK // 8)
-    scales = out + DIM + COUNT * CODE_BYTES
-    tl.store(scales + block, block_code.to(tl.uint8), mask=block < BLOCKS)
-    if COUNT > 0:
-        code = _scale_code(tl.maximum(high - base, base - low) * 0.5)
-        scale = _scale_of(code)
+    block = tl.arange(0, const.dim_block // 8)
+    scales = out + const.dim + const.channels * const.code_bytes
+    masks = scales + const.blocks
+    tl.store(scales + block, block_code.to(tl.uint8), mask=block < const.blocks)
+    if const.channels > 0:
+        scale_code = _scale_code(tl.maximum(high - base, base - low) * 0.5)
         bits = chosen.to(tl.int32)
         place = tl.cumsum(bits, 0) - 1
-        mask = tl.sum(tl.reshape(bits << (dim % 8), (DIM_BLOCK // 8, 8)), axis=1)
-        tl.store(scales + BLOCKS + block, mask.to(tl.uint8), mask=block < BLOCKS)
-        tl.store(scales + 2 * BLOCKS + place, code.to(tl.uint8), mask=chosen)
-        tokens = tl.where(chosen, SIZE, 0)
-        for byte in range(CODE_BYTES):
-            packed = tl.zeros((DIM_BLOCK,), tl.int32)
-            for i in range(4):
-                token = byte * 4 + i
-                seen = token < tokens
-                x = tl.load(source + token * stride_token, mask=seen, other=0.0).to(tl.float32)
-                offset = x - base
-                step = (offset >= -scale).to(tl.int32) + (offset >= 0.0).to(tl.int32)
-                step += (offset >= scale).to(tl.int32)
-                packed |= tl.where(seen, step, 0) << (2 * i)
-            at = out + DIM + place * CODE_BYTES + byte
-            tl.store(at, packed.to(tl.uint8), mask=chosen)
+        blocks: tl.constexpr = const.dim_block // 8
+        mask = tl.sum(tl.reshape(bits << (dim % 8), (blocks, 8)), axis=1)
+        tl.store(masks + block, mask.to(tl.uint8), mask=block < const.blocks)
+        tl.store(masks + const.blocks + place, scale_code.to(tl.uint8), mask=chosen)
+        place = out + const.dim + place * const.code_bytes
+        _store_codes((source, stride_token), place, chosen, base, _scale_of(scale_code), const)
     else:
-        tl.store(scales + BLOCKS + block, tl.zeros_like(block).to(tl.uint8), mask=block < BLOCKS)
-    end = DIM + COUNT * CODE_BYTES + 2 * BLOCKS + COUNT
-    rest = end + tl.arange(0, 4)
-    tl.store(out + rest, tl.zeros_like(rest).to(tl.uint8), mask=rest < NUM_BYTES)
+        tl.store(masks + block, tl.zeros_like(block).to(tl.uint8), mask=block < const.blocks)
+    rest = const.dim + const.channels * const.code_bytes + 2 * const.blocks + const.channels
+    rest += tl.arange(0, 4)
+    tl.store(out + rest, tl.zeros_like(rest).to(tl.uint8), mask=rest < const.num_bytes)
+
+
+@triton.jit
+def _rounded_base(base, const: tl.constexpr):
+    """The code of each block's scale, ``[blocks]``; base values over it, and as they are stored."""
+    DIM: tl.constexpr = const.dim_block
+    BLOCKS: tl.constexpr = DIM // 8
+    top = tl.max(tl.reshape(tl.abs(base), (BLOCKS, 8)), axis=1)
+    code = _scale_code(tl.div_rn(top, tl.full((BLOCKS,), 127.0, tl.float32)))
+    scale = tl.reshape(tl.broadcast_to(_scale_of(code)[:, None], (BLOCKS, 8)), (DIM,))
+    whole = tl.minimum(tl.maximum(tl.div_rn(base, scale), -127.0), 127.0)
+    # Adding this constant leaves no bits for a fraction, which rounds to the nearest, ties to even.
+    whole = (whole + 12582912.0) - 12582912.0
+    return code, whole, whole * scale
+
+
+@triton.jit
+def _store_codes(tokens, place, chosen, base, scale, const: tl.constexpr):
+    """Store two bits of each token for the detailed channels, whose bytes begin at ``place``."""
+    source, stride = tokens
+    count = tl.where(chosen, const.size, 0)
+    for byte in range(const.code_bytes):
+        packed = tl.zeros_like(count)
+        for i in range(4):
+            token = byte * 4 + i
+            seen = token < count
+            x = tl.load(source + token * stride, mask=seen, other=0.0).to(tl.float32)
+            offset = x - base
+            step = (offset >= -scale).to(tl.int32) + (offset >= 0.0).to(tl.int32)
+            step += (offset >= scale).to(tl.int32)
+            packed |= tl.where(seen, step, 0) << (2 * i)
+        tl.store(place + byte, packed.to(tl.uint8), mask=chosen)
 
 
 def outline_score(
@@ -152,18 +207,18 @@ def outline_score(
     _outline_kernel[(triton.cdiv(width, _PAGES), kv_heads * parts, batch)](
         query.contiguous(),
         (outlines, *outlines.stride()[:2]),
-        (host_page_table, *host_page_table.stride()),
-        num_pages,
+        (host_page_table, *host_page_table.stride(), num_pages),
         scores,
-        width,
-        q_heads,
-        GROUP=group,
-        QUERIES=_MOST_QUERIES,
-        PARTS=parts,
-        PAGES=_PAGES,
-        DIM=dim,
-        DIM_BLOCK=_CHANNELS,
-        HALF=triton.cdiv(dim, 16) * 8,
+        (width, q_heads),
+        _OutlineConstants(
+            group=group,
+            queries=_MOST_QUERIES,
+            parts=parts,
+            pages=_PAGES,
+            dim=dim,
+            channels=_CHANNELS,
+            half=triton.cdiv(dim, 16) * 8,
+        ),
     )
     return scores
 
@@ -172,46 +227,39 @@ def outline_score(
 def _outline_kernel(
     query,  # [B, Hq, D]
     outlines,  # [host pages, Hkv, bytes], and its strides of pages and heads
-    host_page_table,  # [B, P], and its strides
-    num_pages,  # [B]
+    host_pages,  # [B, P], and its strides; pages of each request [B]
     scores,  # [B, Hq, P]
-    width,
-    q_heads,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PARTS: tl.constexpr,
-    PAGES: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
+    shape,  # P, Hq
+    const: tl.constexpr,
 ):
     outline_data, stride_page, stride_head = outlines
-    table, stride_table, stride_entry = host_page_table
-    head, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    table, stride_table, stride_entry, num_pages = host_pages
+    width, q_heads = shape
+    head, part = tl.program_id(1) // const.parts, tl.program_id(1) % const.parts
     request = tl.program_id(2).to(tl.int64)
-    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    page = tl.program_id(0) * const.pages + tl.arange(0, const.pages)
     count = tl.load(num_pages + request)
     # A captured step has programs for the longest context.
-    if tl.program_id(0) * PAGES >= count:
+    if tl.program_id(0) * const.pages >= count:
         return
     present = page < count
     entry = table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
     source = (outline_data + host_page * stride_page + head * stride_head)[:, None]
-    member = part * QUERIES + tl.arange(0, QUERIES)
-    row = request * q_heads + head * GROUP + member
-    products = tl.zeros((PAGES, QUERIES), tl.float32)
-    for start in range(0, DIM, DIM_BLOCK):
-        dim = start + tl.arange(0, DIM_BLOCK)
-        there = present[:, None] & (dim < DIM)[None, :]
-        pair = tl.load(source + (dim % HALF)[None, :], mask=there, other=0).to(tl.int32)
-        four = (pair >> (dim // HALF * 4)[None, :]) & 15
+    member = part * const.queries + tl.arange(0, const.queries)
+    row = request * q_heads + head * const.group + member
+    products = tl.zeros((page.shape[0], member.shape[0]), tl.float32)
+    for start in range(0, const.dim, const.channels):
+        dim = start + tl.arange(0, const.channels)
+        there = present[:, None] & (dim < const.dim)[None, :]
+        pair = tl.load(source + (dim % const.half)[None, :], mask=there, other=0).to(tl.int32)
+        four = (pair >> (dim // const.half * 4)[None, :]) & 15
         value = (four - 16 * (four > 7).to(tl.int32)).to(tl.float32)
-        code = tl.load(source + HALF + (dim // 8)[None, :], mask=there, other=0).to(tl.int32)
+        code = tl.load(source + const.half + (dim // 8)[None, :], mask=there, other=0).to(tl.int32)
         scale = ((code + _OFFSET) << 20).to(tl.float32, bitcast=True)
         values = 1.4 * value * (tl.abs(value) + 6.0) * scale
-        own = (member < GROUP)[None, :] & (dim < DIM)[:, None]
-        q = tl.load(query + row[None, :] * DIM + dim[:, None], mask=own, other=0.0)
+        own = (member < const.group)[None, :] & (dim < const.dim)[:, None]
+        q = tl.load(query + row[None, :] * const.dim + dim[:, None], mask=own, other=0.0)
         products += tl.dot(values, q, input_precision="ieee")
-    there = (member < GROUP)[None, :] & present[:, None]
+    there = (member < const.group)[None, :] & present[:, None]
     tl.store(scores + row[None, :] * width + page[:, None], products, mask=there)

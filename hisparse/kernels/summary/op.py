@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels.arguments import (
-    FLOATS,
-    Arg,
-    Result,
-    check_contiguous,
-    check_divides,
-)
+from hisparse.kernels.arguments import FLOATS, Arg, Result, check_contiguous, check_divides
 from hisparse.kernels.attention.op import scaled_query
 from hisparse.kernels.operation import Operation
 from hisparse.kernels.quantize.op import check_scales

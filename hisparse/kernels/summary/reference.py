@@ -7,8 +7,6 @@ from torch import Tensor
 
 from hisparse.kernels.attention.op import scaled_query
 
-__all__ = ["page_score", "page_summary", "round_outward"]
-
 _FP8_LEAST_NORMAL = 2.0**-6
 #: Added to a float's bits, it carries into the exponent if the fraction is above that of 448, the
 #: largest number of float8_e4m3fn.

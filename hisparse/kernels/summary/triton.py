@@ -19,8 +19,6 @@ from hisparse.kernels.triton_common import (
     reads_e4m3,
 )
 
-__all__ = ["page_score", "page_summary"]
-
 #: Channels of a warp at least: four a thread.
 _CHANNELS = 128
 #: The smallest number of queries that a matrix product takes.
@@ -99,7 +97,7 @@ def page_score(
     fp8 = summaries.dtype == torch.float8_e4m3fn
     as_bytes = fp8 and not reads_e4m3(query.device)
     parts = num_parts(query.dtype, torch.float16 if fp8 else summaries.dtype)
-    tile = tile_sizes(dim, group, summaries.dtype, parts)
+    tile = _tile_sizes(dim, group, summaries.dtype, parts)
     blocks = triton.cdiv(group, tile["queries"])
     _score_kernel[(triton.cdiv(width, tile["pages"]), kv_heads * blocks, batch)](
         (query, *query.stride()),
@@ -129,7 +127,7 @@ def page_score(
     return scores
 
 
-def tile_sizes(dim: int, group: int, dtype: torch.dtype, parts: int) -> dict[str, int]:
+def _tile_sizes(dim: int, group: int, dtype: torch.dtype, parts: int) -> dict[str, int]:
     """Sizes of a program's tiles, chosen so that no kernel spills registers."""
     columns = triton.next_power_of_2(max(2 * dim, 16))
     queries = max(_MIN_QUERIES, triton.next_power_of_2(group))

@@ -7,8 +7,6 @@ from torch import Tensor
 from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.transfer.op import GATHER_PAGES, cuda_device
 
-__all__ = ["PIECE_BYTES", "copy_pages", "gather_pages"]
-
 #: Page-locked memory is registered with CUDA in pieces that end at multiples of this address. CUDA
 #: may refuse a copy from two registrations, so the copy engine never gets one. Drivers refuse a
 #: registration of 512 GiB or more.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from hisparse.kernels.transfer.op import row_tokens
 
-__all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens"]
-
 
 def gather_pages(
     src_k: Tensor,

@@ -18,8 +18,6 @@ from hisparse.errors import ConfigError
 if TYPE_CHECKING:
     from hisparse.sglang.features.base import Feature, ModelKind, Option, Start
 
-__all__ = ["IN_USE", "all_features", "check_start", "enable", "enabled", "for_model"]
-
 #: Set in the environment by a server that uses hisparse: "server", then names of features.
 IN_USE = "HISPARSE_IN_USE"
 

@@ -20,8 +20,6 @@ from hisparse.sglang.models import find_indexers, name_of
 from hisparse.sglang.session import ServerSession
 from hisparse.types import IndexerInputs
 
-__all__ = ["DeepSeekIndexer", "RowwiseInputs", "around_compute_indexer_cell_size"]
-
 logger = logging.getLogger("hisparse")
 
 

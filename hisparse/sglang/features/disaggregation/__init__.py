@@ -44,8 +44,6 @@ from hisparse.sglang.hooks import around_write
 from hisparse.sglang.models import ModelShape
 from hisparse.sglang.session import ServerSession, current_session, current_state
 
-__all__ = ["Disaggregation", "around_try_ensure_parallel_info"]
-
 logger = logging.getLogger("hisparse")
 
 #: Settings of an algorithm that keeps no representations.

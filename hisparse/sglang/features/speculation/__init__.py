@@ -32,8 +32,6 @@ from hisparse.sglang.install import DRAFT_BACKEND
 from hisparse.sglang.models import ModelShape
 from hisparse.sglang.session import ServerSession, current_state
 
-__all__ = ["Speculation", "around_run_eagle_verify", "check_rollback", "draft_tokens"]
-
 logger = logging.getLogger("hisparse")
 
 _NGRAM = "NGRAM"

@@ -20,8 +20,6 @@ from hisparse.sglang.features.storage.swap import around_release_req
 from hisparse.sglang.session import ServerSession, current_state
 from hisparse.storage.fingerprint import model_settings, rope_types
 
-__all__ = ["Storage", "around_request", "check_told_apart", "read_options"]
-
 _LINKER: Final = {
     "linker": "HiSparseLinker",
     "linker_module_path": "hisparse.sglang.features.storage.linker",
