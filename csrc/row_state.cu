@@ -105,21 +105,26 @@ void rebalance(Arguments& in) {
   const TensorView free_pages = in.tensor();
   p.free_pages = data_of<int32_t>(free_pages, "free_pages");
   p.num_free = in.data<int32_t>("num_free");
-  const TensorView scratch = in.tensor();
+  const TensorView scratch = in.tensor(), plan = in.tensor();
   p.scratch = data_of<int32_t>(scratch, "scratch");
-  p.changed = in.data<int32_t>("changed");
+  p.plan = data_of<int32_t>(plan, "plan");
   p.free_stride = free_pages.stride(0);
+  p.num_layers = static_cast<int32_t>(layers);
   p.num_changes = size32(rows, 0);
   p.free_size = size32(free_pages, 1);
   if (layers == 0 || p.num_changes == 0) return;
-  if (scratch.numel() < layers * 2 * p.tables.slots) {
-    TVM_FFI_THROW(ValueError) << "scratch: got " << scratch.numel() << " elements, expected "
-                              << layers * 2 * p.tables.slots;
+  const dim3 grid(size32(scratch, 0), static_cast<unsigned>(layers));
+  if (grid.x == 0 || scratch.numel() < grid.x * layers * 2 * p.tables.slots) {
+    TVM_FFI_THROW(ValueError) << "scratch: got " << scratch.numel() << " elements, expected a "
+                              << "multiple of " << layers * 2 * p.tables.slots;
   }
   const OnDevice on(rows);
-  on.launch("rebalance", rebalance_kernel, dim3(static_cast<unsigned>(layers)),
-            block_threads(p.tables.slots, 1), 0, p);
-  on.launch("set_capacity", set_capacity_kernel, dim3(1), block_threads(p.num_changes, 1), 0, p);
+  on.launch("rebalance", plan_rebalance_kernel, dim3(1), block_threads(p.num_changes, 1),
+            sizeof(PlanShared), p);
+  for (const bool grows : {false, true}) {
+    p.grows = grows;
+    on.launch("rebalance", rebalance_kernel, grid, block_threads(p.tables.slots, 1), 0, p);
+  }
 }
 
 HISPARSE_EXPORT_KERNEL(promote_tail)

@@ -98,8 +98,8 @@ class HiSparseConfig:
         adapter: name of the adapter, the attention library. None: chosen and logged.
         checked: verify scores, selections and resident bytes in every step. Slow, for tests and new
             algorithms.
-        cuda_graph: capture SGLang's decode steps in CUDA graphs. "auto" captures them on a GPU,
-            unless ``checked`` is true. Not yet run on a GPU.
+        cuda_graph: capture SGLang's decode steps in CUDA graphs. "auto" captures them on a GPU with
+            CUDA kernels, unless ``checked`` is true. Not yet run on a GPU.
         layer_metrics: count hits and misses of each layer too: six more small operations a layer.
         storage: keep prefixes in a store below host memory, where a restarted or another server
             finds them. Only in a server. The options are below. None: no store.
@@ -162,7 +162,7 @@ class HiSparseConfig:
         return self.device_buffer_size
 
     def not_captured(self, device_type: str) -> str | None:
-        """The reason why a server's decode steps are not captured in CUDA graphs; None: they are.
+        """The reason why the settings do not let decode steps be captured; None: they do.
 
         Args:
             device_type: device of the model, such as "cuda" or "cpu".

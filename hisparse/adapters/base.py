@@ -106,6 +106,8 @@ class BackendAdapter(ABC):
     window: bool = False
     #: Supported dtypes of keys and values without scales; None for any.
     dtypes: tuple[torch.dtype, ...] | None = None
+    #: Whether a CUDA graph can hold :meth:`attend`, which has run with the same shapes before.
+    capturable: bool = True
     #: Supported page sizes, tokens; None for any.
     page_sizes: tuple[int, ...] | None = None
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.kernels import SelectRule, TailPages, paged_attention
+from hisparse.kernels import SelectRule, TailPages, paged_attention, upload
 from hisparse.kernels.sketch.op import tail_lse
 from hisparse.types import AttentionRule, IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
@@ -193,6 +193,7 @@ class DecodeStep:
         captured: whether this is a captured step, or one that warms up for the capture.
         dense: ``[B] bool``, requests of a sparse step that attend every page; None: none does.
         index: ``[B] int64``, places of the requests in the batch; None: they are the whole batch.
+        places: ``[B]``, the same on the host.
         last: the last tokens of the requests, some of which have several tokens in the batch, one
             after the other; None: each request has one. Only the last token may fill a page.
         by_mode: the requests of a whole batch by attention mode, in layers that attend sparsely.
@@ -218,6 +219,7 @@ class DecodeStep:
     captured: bool = False
     dense: Tensor | None = None
     index: Tensor | None = None
+    places: np.ndarray | None = None
     last: DecodeStep | None = None
     by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
     dense_by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
@@ -337,9 +339,9 @@ class DecodeStep:
 
     def take(self, places: np.ndarray) -> DecodeStep:
         """The requests at ``places [n] int64`` of the step."""
-        index = torch.from_numpy(places).to(self.rows.device)
+        index = upload(places, self.rows.device)
         heads, seq_lens_cpu = self.policy.heads, self.seq_lens_cpu[places]
-        rows = (index[:, None] * heads + index.new_tensor(range(heads))).flatten()
+        rows = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
         return DecodeStep(
             policy=self.policy,
             representations=self.representations,
@@ -358,4 +360,5 @@ class DecodeStep:
             num_real_rows=self.num_real_rows.new_full((1,), rows.numel()),
             dense=None if self.dense is None else self.dense[index],
             index=index,
+            places=places,
         )

@@ -140,5 +140,9 @@ class DevicePool:
         state.device_pages[rows, :width] = saved.device_pages
         self.tail_pages[layer_id, rows] = saved.tail_pages
         if state.page_slots is not None:
-            row, slot = torch.nonzero(saved.slot_pages >= 0, as_tuple=True)
-            state.page_slots[rows[row], saved.slot_pages[row, slot].long()] = slot.to(torch.int32)
+            held = saved.slot_pages >= 0
+            slot = torch.arange(width, device=rows.device)
+            # An empty slot repeats what the first one with a page writes.
+            slot = torch.where(held, slot, held.int().argmax(1, keepdim=True))
+            pages = saved.slot_pages.gather(1, slot).clamp(min=0).long()
+            state.page_slots[rows[:, None], pages] = slot.to(torch.int32)

@@ -11,7 +11,14 @@ from hisparse import kernels
 from hisparse.algorithms import DecodeStep
 from hisparse.cache.device_pool import DevicePool, RowSnapshot
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.kernels import TailPages, gather_pages, gather_tokens, scatter_tokens, verify_indices
+from hisparse.kernels import (
+    TailPages,
+    gather_pages,
+    gather_tokens,
+    scatter_tokens,
+    upload,
+    verify_indices,
+)
 from hisparse.types import PagedKV, StoredKV
 
 
@@ -137,8 +144,8 @@ class KVReadWrite:
 
     def read_stored(self, layer_id: int, host_slots: Tensor) -> StoredKV:
         """Stored values at ``host_slots [T]``, ``[T, Hkv, D]`` on the device."""
-        stored = read_tokens(self._host.stored(layer_id), host_slots)
-        return StoredKV(*(x.to(self._device.device) for x in stored.tensors))
+        slots = upload(host_slots, self._device.device)
+        return read_tokens(self._host.stored(layer_id), slots)
 
     def read_changed(
         self, layer_id: int, before: RowSnapshot, host_page_table: Tensor, tail_index: Tensor

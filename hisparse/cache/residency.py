@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.cache.device_pool import DevicePool
 from hisparse.errors import CapacityError
-from hisparse.kernels import drop_pages, rebalance, reset_rows, verify_capacity
+from hisparse.kernels import drop_pages, rebalance, reset_rows, upload, verify_capacity
 
 
 class RowCapacities:
@@ -244,8 +244,7 @@ class Residency:
         """Set the capacities of request slots on the device, one after the other."""
         device, pages = self._device, self.capacities.held[slots]
         rows = self._state_rows(slots)
-        new = torch.from_numpy(pages.astype(np.int32)).repeat_interleave(device.heads)
-        new = new.to(device.device)
+        new = upload(pages.repeat(device.heads), device.device, torch.int32)
         free_pages, num_free = device.free_pages, device.num_free
         rebalance(rows, new, device.capacity, device.states, free_pages, num_free)
         if self._checked:
@@ -254,4 +253,4 @@ class Residency:
     def _state_rows(self, slots: list[int]) -> Tensor:
         heads = self._device.heads
         rows = [slot * heads + head for slot in slots for head in range(heads)]
-        return torch.tensor(rows, dtype=torch.int64, device=self._device.device)
+        return upload(rows, self._device.device, torch.int64)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hisparse.kernels import upload
+
 
 class ShareablePages:
     """One flag for each host page, written by the forwards that write the page.
@@ -46,16 +48,16 @@ class ShareablePages:
 
     def read(self, pages: Tensor) -> Tensor:
         """The flags of ``pages [P] int64``, ``[P] bool`` on the host."""
-        return self._flags[pages.to(self._flags.device)].cpu()
+        return self._flags[upload(pages, self._flags.device)].cpu()
 
     def set_exact(self, pages: Tensor) -> None:
         """Flag ``pages [P] int64`` that were filled with exact K and V."""
-        self._flags[pages.to(self._flags.device)] = True
+        self._flags[upload(pages, self._flags.device)] = True
 
     def write(self, pages: Tensor, flags: Tensor) -> None:
         """Give ``pages [P] int64`` the ``flags [P] bool`` that were read with their K and V."""
         device = self._flags.device
-        self._flags[pages.to(device)] = flags.to(device)
+        self._flags[upload(pages, device)] = upload(flags, device)
 
     def copy(self, source: int, target: int) -> None:
         """Flag a page that got the K and V of another one as that page."""
@@ -102,5 +104,4 @@ class ShareablePages:
 
     def _upload(self, rows: np.ndarray, pages: np.ndarray) -> Tensor:
         """Both as ``[2, rows] int64`` on the device, in one copy without a wait."""
-        both = torch.from_numpy(np.stack([rows, pages]).astype(np.int64))
-        return both.to(self._flags.device, non_blocking=True)
+        return upload(np.stack([rows, pages]), self._flags.device, torch.int64)

@@ -11,9 +11,28 @@ from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.cache.formats import KVFormat, format_of
 from hisparse.config import HiSparseConfig, Resolved, find_format
 from hisparse.errors import ConfigError
+from hisparse.kernels.build.cuda import load_cuda
 from hisparse.types import KVSpec, SelectionScope
 
 logger = logging.getLogger(__name__)
+
+
+def not_captured(config: HiSparseConfig, device_type: str) -> str | None:
+    """The reason why this machine's decode steps are not captured in CUDA graphs; None: they are.
+
+    Without the CUDA kernels, transfers pass through the host. What Triton's kernels do, PyTorch's
+    operators can do in a graph.
+
+    Args:
+        config: the settings.
+        device_type: device of the model, such as "cuda" or "cpu".
+    """
+    reason = config.not_captured(device_type)
+    if reason is None and not (config.adapter is None or ADAPTERS.get(config.adapter).capturable):
+        reason = f"adapter {config.adapter} does not support it"
+    if reason is None and isinstance(library := load_cuda(), str):
+        reason = f"there are no CUDA kernels ({library})"
+    return reason
 
 
 def check_capabilities(config: HiSparseConfig, device_type: str) -> None:

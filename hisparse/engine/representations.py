@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hisparse.algorithms import Representation, RepresentationMemory, RepresentationOwner
 from hisparse.cache.allocate import zeros
+from hisparse.kernels import upload
 
 
 class Representations:
@@ -78,9 +79,8 @@ class Representations:
     def apply_resets(self) -> None:
         """Zero the state of requests that began since the last call."""
         if self._begun:
-            slots = sorted(self._begun)
             for state in self._request_state:
-                state[:, slots] = 0
+                state[:, upload(sorted(self._begun), state.device)] = 0
             self._begun.clear()
 
     def fork(self, source: int, target: int) -> None:

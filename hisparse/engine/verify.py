@@ -17,7 +17,7 @@ from hisparse.cache.swap_in import Wanted
 from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.coordinator import Forward, SparseCoordinator
 from hisparse.engine.modes import Runs
-from hisparse.kernels import promote_tail, serial_operators
+from hisparse.kernels import promote_tail, serial_operators, upload
 from hisparse.types import IndexerInputs
 
 
@@ -105,13 +105,13 @@ class VerifyBatch:
         device = self.host_slots.device
         of_tokens, places = step.pairs.T
         seq_lens = self.lengths[of_tokens, places]
-        requests = torch.from_numpy(of_tokens).to(device)
+        requests = upload(of_tokens, device)
         return DecodeBatch(
             slots=self.slots[requests],
             slots_cpu=self.slots_cpu[of_tokens],
-            seq_lens=torch.from_numpy(seq_lens).to(device),
+            seq_lens=upload(seq_lens, device),
             seq_lens_cpu=seq_lens,
-            host_slots=self.host_slots[requests, torch.from_numpy(places).to(device)],
+            host_slots=self.host_slots[requests, upload(places, device)],
             host_page_table=self.host_page_table[requests],
             last=step.last,
         )
@@ -240,7 +240,7 @@ class _Verification:
                     self._go_back(layer_id, number, undo)
 
     def _upload(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+        return upload(values, self._device, torch.int64)
 
     def _can_return(self, served: VerifyStep) -> bool:
         """Whether a token is served that is not the last of its chain."""
@@ -362,12 +362,12 @@ class _Undo:
             wanted[first : first + token - run.runs[request].start + 1] = True
         self._replays: dict[int, DecodeStep] = {}
         for part in (step, *step.by_mode.values(), *step.dense_by_mode.values()):
-            of_part = wanted if part.index is None else wanted[part.index.cpu().numpy()]
+            of_part = wanted if part.places is None else wanted[part.places]
             if of_part.any():
                 self._replays[id(part.rows)] = part.take(np.flatnonzero(of_part))
 
     def _upload(self, values: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(values).to(self._step.rows.device, dtype)
+        return upload(values, self._step.rows.device, dtype)
 
     def restore_rows(self, layer_id: int, saved: _Saved, manager: SparseKVCacheManager) -> None:
         """Give the rows in one layer the tables and the pages that they had after the tokens."""

@@ -100,11 +100,26 @@ def make_sizing_request(
         captured_request_bytes=captured_request_bytes,
         indexed=resources.device_type != "cpu",
         draft_page_bytes=spec.page_size * resources.draft_token_bytes,
+        # Each rank maps all of a pool that ranks share.
+        mapping_page_bytes=_mapping_bytes(
+            resources.device_type, spec.page_size * (stored.token_bytes + host_token_bytes)
+        ),
     )
 
     by_power = (1 << power for power in range(_WORKSPACES))
     workspace = partial(_workspace_bytes, request, resolved, policy, adapter, extra_tables)
     return replace(request, workspace_bytes=tuple(prefill + workspace(most) for most in by_power))
+
+
+def _mapping_bytes(device_type: str, host_bytes: int) -> int:
+    """The most device memory that a GPU's page tables take for registered host memory, in bytes.
+
+    An entry of 8 bytes maps 4 KiB: NVIDIA's driver takes larger pages, whatever the host has, only
+    if its registry says so (``bAllowSysmemHugePages`` in ``os_desc_mem.c`` and ``mem_mgr.c`` of
+    https://github.com/NVIDIA/open-gpu-kernel-modules). The tables are in the GPU's memory:
+    https://leimao.github.io/blog/Page-Locked-Host-Memory-Page-Table/
+    """
+    return -(-host_bytes // 512) if device_type == "cuda" else 0
 
 
 def _workspace_bytes(

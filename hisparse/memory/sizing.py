@@ -1,10 +1,10 @@
 """Sizes the KV cache: one formula, in whole bytes, for the server and for every tool.
 
 ``kv_tokens = min(host / kv_token, (device - staging - workspace - tables - max_requests * row)
-/ host_page)``; a host page costs device memory for its representations, and for its tokens in the
-pool of a draft model. The formula also pays for two kinds of padding: page 0 of the host pool, and
-one request slot beside ``max_requests``. Inputs and intermediates of captured steps count as
-tables.
+/ host_page)``; a host page costs device memory for its representations, for its tokens in the pool
+of a draft model, and in a GPU's page tables. The formula also pays for two kinds of padding: page 0
+of the host pool, and one request slot beside ``max_requests``. Inputs and intermediates of captured
+steps count as tables.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class SizingRequest:
         captured_request_bytes: the algorithm's intermediates for a request of a captured step.
         indexed: whether each row has an index of its pages, as on a GPU.
         draft_page_bytes: device memory of the tokens of one page in a draft model's own pool.
+        mapping_page_bytes: device memory of a GPU's page tables for one page of the host pool.
     """
 
     kv_token_bytes: int
@@ -71,6 +72,7 @@ class SizingRequest:
     captured_request_bytes: int = 0
     indexed: bool = False
     draft_page_bytes: int = 0
+    mapping_page_bytes: int = 0
 
     @property
     def context_pages(self) -> int:
@@ -111,8 +113,8 @@ class SizingRequest:
 
     @property
     def page_bytes(self) -> int:
-        """Device memory of one host page: representations, and its tokens in a draft's pool."""
-        return self.representation_page_bytes + self.draft_page_bytes
+        """Device memory of one host page, of all kinds."""
+        return self.representation_page_bytes + self.draft_page_bytes + self.mapping_page_bytes
 
     @property
     def min_pages_bytes(self) -> int:
@@ -165,7 +167,7 @@ class Sizing:
         num_device_pages: N, device pages per layer, including a tail page for each
             row of ``max_requests`` and of the padding request.
         staging_bytes: staging.
-        table_bytes: LRU tables, free lists, page tables, request state.
+        table_bytes: LRU tables, free lists, page tables, also a GPU's own, request state.
         captured_bytes: inputs and intermediates of captured steps.
         workspace_bytes: the adapter's workspace.
         representation_bytes: representations of all host pages.
@@ -364,7 +366,8 @@ def _share_rest(
         max_row_capacity=row_pages * request.page_size,
         num_device_pages=device_pages,
         staging_bytes=request.staging_bytes,
-        table_bytes=request.table_bytes(max_requests, row_pages, device_pages),
+        table_bytes=request.table_bytes(max_requests, row_pages, device_pages)
+        + (kv_pages + 1) * request.mapping_page_bytes,
         captured_bytes=request.captured_bytes(max_requests),
         workspace_bytes=request.workspace(max_requests),
         representation_bytes=(kv_pages + 1) * request.representation_page_bytes,

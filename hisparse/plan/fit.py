@@ -101,14 +101,15 @@ class Capacity:
     def device_bytes_per_request(self) -> int:
         """Device memory of a running request.
 
-        The sum of its smallest device buffer, tables, state, captured steps and representations.
+        The sum of its smallest device buffer, tables, state, captured steps, representations, and
+        the GPU's page tables for its host memory.
         """
         if self.sizing is None:
             return 0
         request = self.sizing.request
         row_pages = self.sizing.max_row_capacity // self.spec.page_size
         row = request.fixed_bytes(1, row_pages) - request.fixed_bytes(0, row_pages)
-        return row + self._pages * request.representation_page_bytes
+        return row + self._pages * request.page_bytes
 
     @property
     def host_bytes_per_token(self) -> int:
@@ -117,10 +118,10 @@ class Capacity:
 
     @property
     def device_bytes_per_token(self) -> int:
-        """Representations of one token, all layers, rounded up."""
+        """Representations of one token, all layers, and a GPU's page tables for it, rounded up."""
         if self.sizing is None:
             return 0
-        return -(-self.sizing.request.representation_page_bytes // self.spec.page_size)
+        return -(-self.sizing.request.page_bytes // self.spec.page_size)
 
     @property
     def _pages(self) -> int:

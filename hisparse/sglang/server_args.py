@@ -16,7 +16,12 @@ import torch
 from hisparse.algorithms import build_algorithm
 from hisparse.cache.formats import sglang_choices
 from hisparse.config import FORMATS, HiSparseConfig
-from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
+from hisparse.engine.capabilities import (
+    check_capabilities,
+    check_indexer,
+    choose_scope,
+    not_captured,
+)
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.sglang import features
@@ -195,9 +200,9 @@ def check_after_resolution(server_args: Any, config: HiSparseConfig) -> None:
 
 def _check_graphs(config: HiSparseConfig, view: Any) -> None:
     """Reject CUDA graph flags of SGLang that contradict ``cuda_graph``."""
-    reason = config.not_captured(view.device)
+    reason = not_captured(config, view.device)
     if config.cuda_graph is True and reason is not None:
-        raise ConfigError(f"cuda_graph: got true, but {reason}; expected cuda")
+        raise ConfigError(f'cuda_graph: got true, but {reason}; expected "auto" or false')
     graphs = view.cuda_graph_config
     allowed = ("full", "disabled") if reason is None else ("disabled",)
     for phase, backend, choices in (

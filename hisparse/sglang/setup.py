@@ -11,7 +11,7 @@ from hisparse.adapters.base import device_limits
 from hisparse.cache.formats import sglang_choices
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import build_engine, resolve
-from hisparse.engine.capabilities import stored_spec
+from hisparse.engine.capabilities import not_captured, stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import ConfigError
 from hisparse.memory.costs import Resources
@@ -71,6 +71,7 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[ServerSession, i
         context_length=context_length + sum(x.context_tokens for x in demands),
         max_requests=_max_requests(request_slots),
         device_type=configurator.device,
+        captures=any(feature.captures_steps for feature in enabled),
         device=device_limits(configurator.device),
         node_ranks=ranks.size,
         chunk_tokens=_chunk_tokens(configurator),
@@ -98,7 +99,7 @@ def _log_choices(config: HiSparseConfig, spec: KVSpec, device: str) -> None:
             ", ".join(map(str, sorted(set(spec.windows) - {0}))),
             config.algorithm,
         )
-    reason = config.not_captured(device)
+    reason = not_captured(config, device)
     if reason is not None:
         logger.info("hisparse: decode steps are not captured in CUDA graphs: %s", reason)
 

@@ -13,6 +13,7 @@ from hisparse.algorithms import SelectionPolicy
 from hisparse.engine.batches import DecodeBatch, PrefillBatch
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import ConfigError, HiSparseError, quoted, shorten
+from hisparse.kernels import upload
 from hisparse.transformers.rows import RowStore
 from hisparse.types import AttentionRule
 
@@ -186,7 +187,7 @@ def begin_forward(
     store.grow(slots, lengths, new_lengths)
     index = None
     if not is_token.all():
-        index = torch.from_numpy(np.flatnonzero(is_token)).to(store.device)
+        index = upload(np.flatnonzero(is_token), store.device)
     if is_token.any():
         active = counts > 0
         make = _decode_batch if is_token.shape[1] == 1 else _prefill_batch
@@ -204,9 +205,9 @@ def _decode_batch(
 ) -> DecodeBatch:
     new_lengths = lengths + counts
     return DecodeBatch(
-        slots=torch.from_numpy(slots).to(store.device),
+        slots=upload(slots, store.device),
         slots_cpu=slots,
-        seq_lens=torch.from_numpy(new_lengths).to(store.device),
+        seq_lens=upload(new_lengths, store.device),
         seq_lens_cpu=new_lengths,
         host_slots=store.host_slots(slots, lengths, counts),
         host_page_table=store.page_table(slots, int(store.num_pages(new_lengths).max())),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import CapacityError
+from hisparse.kernels import upload
 
 
 class HostPageAllocator:
@@ -241,8 +242,8 @@ class RowStore:
         position += np.repeat(starts, counts)
         pages = self._table[np.repeat(slots, counts), position // self.page_size]
         host_slots = pages.astype(np.int64) * self.page_size + position % self.page_size
-        return torch.from_numpy(host_slots).to(self.device)
+        return upload(host_slots, self.device)
 
     def page_table(self, slots: np.ndarray, num_pages: int) -> Tensor:
         """``[B, num_pages] int32`` host pages, copied; entries beyond a row's pages are stale."""
-        return torch.from_numpy(self._table[slots, :num_pages]).to(self.device)
+        return upload(self._table[slots, :num_pages], self.device)

@@ -18,6 +18,7 @@ from hisparse.engine.build import build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.memory.costs import Resources
+from hisparse.memory.sizing import resize, size
 from hisparse.testing import Simulator
 from hisparse.types import KVSpec, StoredKV
 from tests.engine.test_invariants import FP8, MLA, SCOPES
@@ -138,6 +139,30 @@ def test_what_is_allocated_is_what_was_sized(dtype: str, spec: KVSpec, scope: An
         tensors = [x for layer in range(2) for x in manager.device.stored(layer).tensors]
         assert manager.device.num_bytes == sum(x.nbytes for x in tensors)
     assert 0.8 * sizing.staging_bytes < manager.staging.num_bytes <= sizing.staging_bytes
+
+
+@pytest.mark.parametrize(("device", "ranks"), [("cuda", 1), ("cuda", 8), ("cpu", 8)])
+def test_page_tables_of_a_gpu_are_charged_for_the_whole_pool(device: str, ranks: int) -> None:
+    """8 bytes for 4 KiB, on each of the ranks that share a pool."""
+    resources = Resources(
+        host_bytes=700 << 30,
+        device_bytes=40 << 30,
+        context_length=131072,
+        max_requests=4,
+        device_type=device,
+        node_ranks=ranks,
+    )
+    config = HiSparseConfig(algorithm="streaming")
+    sizing = resolve(config, deepseek(kv_cache_dtype="auto"), 0.1, resources).sizing
+    assert sizing.request.page_bytes == 16 * 61 * 576 * 2 // 512 * (device == "cuda")
+    pages = sizing.kv_tokens // 16 + 1
+    plain = resize(size(replace(sizing.request, mapping_page_bytes=0)), kv_tokens=sizing.kv_tokens)
+    assert plain.num_device_pages >= sizing.num_device_pages
+    lists = 4 * 61 * (plain.num_device_pages - sizing.num_device_pages)
+    charged = sizing.table_bytes - plain.table_bytes + lists
+    assert charged == pages * sizing.request.page_bytes
+    if device == "cuda":
+        assert round(charged / 2**30, 2) == pytest.approx(1.37 * ranks, abs=0.04)
 
 
 def test_latents_in_int8_are_refused_in_one_line() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from hisparse.engine.batches import DecodeBatch, PrefillBatch, StaticBatch
 from hisparse.engine.build import PoolSizes, build, make_policy
 from hisparse.engine.capabilities import resolve_settings
 from hisparse.engine.prefill import PrefillChunk
+from hisparse.engine.verify import VerifyBatch
 from hisparse.types import AttentionRule, IndexerInputs, KVSpec, SelectionScope
 from tests import shapes
 from tests.fake_cuda.device import CUDA
@@ -75,6 +76,7 @@ class FakeEngine:
         context: tokens of a request, and of the longest sequence.
         settings: more settings, by key of the configuration.
         rule: how layers attend; None: by the scale alone.
+        adapter: attends, unless there is a rule.
     """
 
     launches: Launches
@@ -85,6 +87,7 @@ class FakeEngine:
     context: int = CONTEXT
     settings: Mapping[str, Any] = field(default_factory=dict)
     rule: AttentionRule | None = None
+    adapter: str = "triton"
 
     def __post_init__(self) -> None:
         size = self.spec.page_size
@@ -111,7 +114,7 @@ class FakeEngine:
             resolve_settings(config, self.spec, self.scope),
             self.algorithm,
             self.policy,
-            ADAPTERS.get("triton")() if self.rule is None else Ruled(self.rule),
+            ADAPTERS.get(self.adapter)() if self.rule is None else Ruled(self.rule),
             host=host,
             sizes=pools,
             device=CUDA,
@@ -138,27 +141,53 @@ class FakeEngine:
             self.coordinator.forward_begin(self._batch(length or self.context - 1))
             return self._layers(self.batch)
 
-    def captured(self) -> list[Tensor]:
-        """A step as a CUDA graph captures it."""
+    def captured(self, *, warm_up: bool = False) -> list[Tensor]:
+        """A step as a CUDA graph captures it, or as SGLang runs it before."""
         batch = self._batch(self.context - 1)
         static = StaticBatch(self.batch, self.pages, self.spec.page_size, CUDA)
         assert batch.begin_replay(self.coordinator)
         static.load(batch)
-        with self.launches.forward("a captured step", captured=True):
+        with self.launches.forward("a captured step", captured=not warm_up):
             self.coordinator.forward_begin(static.first(self.batch))
             return self._layers(self.batch)
 
-    def _batch(self, length: int) -> DecodeBatch:
+    def verify(self, length: int, drafts: int, accepted: Sequence[int]) -> None:
+        """Verify ``drafts`` tokens of each request; keep those up to place ``accepted [B]``."""
+        batch, shape = self._batch(length), (self.batch, drafts)
+        verification = VerifyBatch(
+            slots=batch.slots,
+            slots_cpu=batch.slots_cpu,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            chain_lengths=np.full(self.batch, drafts),
+            host_slots=torch.zeros(shape, dtype=torch.int64, device=CUDA),
+            host_page_table=batch.host_page_table,
+        )
+        with self.launches.forward("a verification"):
+            self.coordinator.forward_begin(verification)
+            self._layers(verification.num_tokens)
+            self.coordinator.accept_drafts(np.array(accepted))
+
+    def replay(self, length: int, count: int | None = None) -> bool:
+        """The host's part of a captured step of the first ``count`` requests: whether it can be."""
+        batch = self._batch(length, count)
+        with self.launches.forward("a replay"):
+            can_replay = batch.begin_replay(self.coordinator)
+            StaticBatch(self.batch, self.pages, self.spec.page_size, CUDA).load(batch)
+        return can_replay
+
+    def _batch(self, length: int, count: int | None = None) -> DecodeBatch:
+        count = count or self.batch
+
         def rows(value: int) -> Tensor:
-            return torch.full((self.batch,), value, dtype=torch.int64, device=CUDA)
+            return torch.full((count,), value, dtype=torch.int64, device=CUDA)
 
         return DecodeBatch(
             slots=rows(1),
-            slots_cpu=np.arange(1, self.batch + 1),
+            slots_cpu=np.arange(1, count + 1),
             seq_lens=rows(length),
-            seq_lens_cpu=np.full(self.batch, length),
+            seq_lens_cpu=np.full(count, length),
             host_slots=rows(1),
-            host_page_table=torch.zeros(self.batch, self.pages, dtype=torch.int32, device=CUDA),
+            host_page_table=torch.zeros(count, self.pages, dtype=torch.int32, device=CUDA),
         )
 
     def _layers(self, tokens: int) -> list[Tensor]:

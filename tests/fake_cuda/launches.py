@@ -2,7 +2,7 @@
 
 What counts as one launch:
 
-- a call of a CUDA operation or of a Triton kernel (``rebalance`` launches two kernels);
+- a call of a CUDA operation or of a Triton kernel (``rebalance`` launches three kernels);
 - an operator of PyTorch that makes or changes a CUDA tensor with elements. The operator is the one
   that reaches the device: composed ones count as their parts. It counts once, even if PyTorch's
   implementation has several kernels (``sort``, ``topk``, ``cumsum``);
@@ -13,12 +13,14 @@ Views, allocations without values, and changes of metadata count nothing.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +37,7 @@ _NOTHING = {
 }
 _COPIES = {"_to_copy", "copy_"}
 #: CUDA operations that launch another number of kernels than one.
-_KERNELS = {"lru_diff_scratch_bytes": 0, "select_scratch_words": 0, "copy_pages": 1, "rebalance": 2}
+_KERNELS = {"lru_diff_scratch_bytes": 0, "select_scratch_words": 0, "copy_pages": 1, "rebalance": 3}
 #: What an operation gives back to the host.
 _ANSWERS: dict[str, Any] = {
     "lru_diff_scratch_bytes": 16384,
@@ -76,12 +78,14 @@ class Launches(TorchDispatchMode):
     Attributes:
         all: the launches.
         library: takes the place of the library of CUDA kernels.
+        waits: copies between host and device that wait for the stream, with the line that copies.
     """
 
     def __init__(self, pinned: Any) -> None:
         super().__init__()
         self.pinned = pinned
         self.all: list[Launch] = []
+        self.waits: list[str] = []
         self.library = _Library(self)
         self._layer: int | None = None
         self._forward, self._captured = "a forward", False
@@ -128,6 +132,11 @@ class Launches(TorchDispatchMode):
         name = func.overloadpacket.__name__
         given = tensors_in((args, options))
         pins = options.get("pin_memory")
+        if name == "_pin_memory":
+            # Fake tensors do not have this operator, which keeps strides.
+            func, pins = torch.ops.aten.empty_strided.default, True
+            args = (given[0].shape, given[0].stride())
+            options = {"dtype": given[0].dtype}
         out = func(*args, **options)
         made = tensors_in(out)
         if pins:
@@ -154,15 +163,20 @@ class Launches(TorchDispatchMode):
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], made: list[Tensor]
     ) -> None:
         source, target = (args[1], args[0]) if name == "copy_" else (args[0], made[0])
-        if source.device.type == target.device.type or not self._captured:
+        if source.device.type == target.device.type or not source.numel():
             return
         waits = not (args[2] if len(args) > 2 else options.get("non_blocking", False))
         host = source if target.is_cuda else target
-        if waits or host not in self.pinned:
+        # PyTorch brings others into order in pageable memory first.
+        alike = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
+        if not waits and alike and host in self.pinned:
+            return
+        if self._captured:
             raise WrongDevice(
                 f"aten.{name}: got a copy from {source.device} to {target.device} in "
                 f"{self._forward}, expected none: a CUDA graph would repeat the same values"
             )
+        self.waits.append(f"{list(source.shape)} from {source.device} to {target.device} {_line()}")
 
     def add(self, launch: Launch) -> None:
         self.all.append(launch)
@@ -203,6 +217,12 @@ class Launches(TorchDispatchMode):
         family = kernel.__module__.split(".")[-2]
         name = f"triton.{family}.{kernel.__name__.strip('_')}"
         self.add(Launch(name, self._layer, kernel=kernel, arguments=arguments))
+
+
+def _line() -> str:
+    """The innermost line of the package that runs."""
+    lines = [x for x in traceback.extract_stack() if "/hisparse/" in x.filename]
+    return f"at {lines[-1].filename}:{lines[-1].lineno}" if lines else "in a test"
 
 
 class _Library:

@@ -17,6 +17,7 @@ from hisparse.kernels import (
     verify_capacity,
 )
 from hisparse.kernels.operation import IMPLEMENTATIONS
+from hisparse.kernels.rows import op
 from tests.kernels.world import World, i32
 
 
@@ -80,10 +81,10 @@ def test_no_rows_is_nothing_to_do(impl: str) -> None:
     world.check()
 
 
-def change(world: World, capacity: list[int]) -> None:
-    """Change rows 0, 1, ... past the world's oracles, to what they would not allow."""
+def change(world: World, capacity: list[int], rows: list[int] | None = None) -> None:
+    """Change rows, or rows 0, 1, ..., past the world's oracles, to what they would not allow."""
     rebalance(
-        torch.arange(len(capacity)),
+        torch.arange(len(capacity)) if rows is None else torch.tensor(rows),
         i32(capacity),
         world.capacity,
         world.states,
@@ -139,6 +140,28 @@ def test_the_stack_s_pages_are_given_once_when_a_plan_does_not_fit(impl: str) ->
             for row in range(2):
                 owned += world.states.device_pages[layer, row, : world.capacity[row]].tolist()
             assert sorted(owned) == list(range(world.num_pages))
+
+
+@pytest.mark.parametrize(
+    ("count", "layers", "most"), [(9, 2, 3), (9, 2, 5), (1030, 1, 5)], ids=["fits", "not", "many"]
+)
+def test_rows_change_at_once_as_one_after_the_other(
+    impl: str, count: int, layers: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As C++ changes them on a CPU, which takes one row after the other, whatever is asked for."""
+    monkeypatch.setattr(op, "_SCRATCH_BYTES", 4 * layers * 8 * 5)  # Of four rows.
+    rng = Random(count)
+    rows = rng.sample(range(count), count)
+    before, asked = ([rng.randint(0, n) for _ in rows] for n in (4, most))
+    asked[:2] = [-1, 6]
+    worlds = [World(count, 5, Random(0), name, layers) for name in (impl, "cpu")]
+    for world in worlds:
+        world.resize(rows, before)
+        world.check()
+        world.free, world.num_free = world.free[:, : 3 * count], world.num_free - 2 * count
+        change(world, asked, rows)
+    assert all(map(torch.equal, *map(snapshot, worlds)))
+    assert len(set(worlds[0].capacity.tolist())) > 2
 
 
 @pytest.mark.parametrize("name", ["reference", "cuda"])

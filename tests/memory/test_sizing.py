@@ -60,6 +60,7 @@ def requests(draw: st.DrawFn) -> SizingRequest:
         workspace_bytes=tuple(sorted(draw(st.lists(st.integers(0, 1 << 16), max_size=9)))),
         captured=draw(st.booleans()),
         draft_page_bytes=draw(st.just(0) | st.integers(0, 4 * token)),
+        mapping_page_bytes=draw(st.just(0) | st.integers(0, token)),
     )
     host = (pages + 1) * page_size * request.kv_token_bytes
     device = request.staging_bytes + request.workspace(1) + request.fixed_bytes(1, pages)

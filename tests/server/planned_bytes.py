@@ -39,8 +39,8 @@ def assert_planned(
     )
     planned = fit(settings, shape, machine, context)
     assert planned.sizing is not None, planned.message
-    # On a CPU there is no index of pages, no captured step and no workspace.
-    on_cpu = {"indexed": False, "captured": False, "workspace_bytes": ()}
+    # On a CPU there is no index of pages, no captured step, no workspace and no mapping.
+    on_cpu = {"indexed": False, "captured": False, "workspace_bytes": (), "mapping_page_bytes": 0}
     request = replace(planned.sizing.request, max_requests=max_requests, **on_cpu)
     metrics = server.metrics()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from refusing import resolve, server_args
 from test_refusals import DRAFT, FP8, NGRAM, STANDALONE, changed_llama, family, words_of
 
 from hisparse.config import HiSparseConfig
+from hisparse.engine import capabilities
+from hisparse.errors import ConfigError
 from hisparse.sglang.features import IN_USE
-from hisparse.sglang.server_args import prepare_before_resolution
+from hisparse.sglang.server_args import _check_graphs, prepare_before_resolution
 
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -43,6 +46,7 @@ def test_fp8_by_the_flag_or_by_the_key() -> None:
     assert config_of(*flag) == HiSparseConfig(kv_cache_dtype="fp8_e4m3")
 
 
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "no-kernels"])
 @pytest.mark.parametrize(
     "config, captured",
     [
@@ -54,13 +58,22 @@ def test_fp8_by_the_flag_or_by_the_key() -> None:
     ids=["default", "true", "false", "checked"],
 )
 def test_a_gpu_captures_decode_steps_where_it_can(
-    config: object, captured: bool, monkeypatch: pytest.MonkeyPatch
+    config: object, captured: bool, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(capabilities, "load_cuda", object if kernels else lambda: "no nvcc found")
     monkeypatch.setenv(IN_USE, "")
     args = server_args("--device", "cuda", config=config)
     prepare_before_resolution(args)
+    captured = captured and kernels
     assert args.disable_cuda_graph is not captured
     assert args.disable_prefill_cuda_graph is captured
+
+
+def test_a_gpu_without_kernels_is_not_asked_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "load_cuda", lambda: "no nvcc found")
+    message = r'got true, but there are no CUDA kernels \(no nvcc found\); expected "auto" or false'
+    with pytest.raises(ConfigError, match=message):
+        _check_graphs(HiSparseConfig(cuda_graph=True), SimpleNamespace(device="cuda"))
 
 
 def test_a_cpu_captures_nothing() -> None:

@@ -18,6 +18,7 @@ from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state imp
 from transformers import DeepseekV2Config, LlamaConfig
 
 from hisparse.config import HiSparseConfig
+from hisparse.engine import capabilities
 from hisparse.engine.build import kept_tensors
 from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.sizing import Sizing, resize
@@ -75,7 +76,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: in
     monkeypatch.setattr(setup, "free_host_memory", lambda: machine.host_bytes)
     for module in (setup, ranks):
         monkeypatch.setattr(module, "least_of_ranks", lambda *sizes: list(sizes))
-    monkeypatch.setenv(features.IN_USE, "server replicas")
+    monkeypatch.setenv(features.IN_USE, "server replicas cuda_graphs")
     monkeypatch.setattr(setup, "hybrid_layers", lambda model_config: None)
     monkeypatch.setattr(ranks, "layers_of_ranks", lambda layers: [layers] * machine.tp)
     last = machine.tp - 1
@@ -125,6 +126,24 @@ def test_sizes_are_those_of_the_server(
     assert pool_bytes == planned.sizing.kv_tokens * cell
     assert served.sizing.max_requests == planned.max_requests
     assert served.sizing.kv_tokens >= planned.max_requests * 32768
+
+
+def test_without_cuda_kernels_one_line_says_why_no_step_is_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(
+        device_bytes=4 * GIB, host_bytes=64 * GIB, tp=1, weight_bytes=GIB, mem_fraction=0.85
+    )
+    stand_in(monkeypatch, machine, 4)
+    monkeypatch.setattr(capabilities, "load_cuda", lambda: "no nvcc found")
+    # As the process that starts this one has decided.
+    monkeypatch.setenv(features.IN_USE, "server replicas")
+    caplog.set_level("INFO")
+    each = configurator(loaded(1), HiSparseConfig(budget=1024), 64 * GIB)
+    hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
+    assert session.require_session().sizing.captured_bytes == 0
+    expected = "decode steps are not captured in CUDA graphs: there are no CUDA kernels (no nvcc"
+    assert caplog.text.count(expected) == 1
 
 
 def test_replicas_divide_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,21 +125,89 @@ struct RebalanceParams {
   int32_t* capacity;            // [NR]
   int32_t* free_pages;          // [L, N]
   int32_t* num_free;            // [L]
-  int32_t* scratch;             // [L, 2, C]
-  int32_t* changed;             // [M], 0 before; 1 after for a row whose capacity changes
+  int32_t* scratch;             // [B, L, 2, C], B rows change at once
+  int32_t* plan;                // [M, 2], capacity before, -1: the row stays; and the height of the
+                                // free stacks when the row's turn comes
   int64_t free_stride;          // elements
   RowTables tables;             // of all layers
-  int32_t num_changes, free_size;
+  int32_t num_layers, num_changes, free_size;
+  bool grows;  // which rows change: those that grow, or those that shrink
 };
 
-// Changes one row from `old` to `count` slots; `free` is the height of the layer's free stack. The
-// caller has made sure that the stack has the pages or the space.
+// The shared memory of plan_rebalance_kernel.
+struct PlanShared {
+  int64_t totals[kMaxWarps];
+  int32_t served;  // pages that rows get or give
+};
+
+// The sum of `own` over the threads up to this one; all threads call it. `totals` is [kMaxWarps] in
+// shared memory; `sum` is set to the sum over all threads.
+__device__ inline int64_t sum_up_to_here(int64_t own, int64_t* totals, int64_t& sum) {
+  const auto add_lower_lanes = [](int64_t value) {
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const int64_t lower = __shfl_up_sync(kAllLanes, value, distance);
+      if (lane_id() >= distance) value += lower;
+    }
+    return value;
+  };
+  const int64_t in_warp = add_lower_lanes(own);
+  if (lane_id() == kWarp - 1) totals[warp_id()] = in_warp;
+  __syncthreads();
+  const int64_t of_warp = lane_id() < num_threads() / kWarp ? totals[lane_id()] : 0;
+  const int64_t warps = add_lower_lanes(of_warp);
+  sum = __shfl_sync(kAllLanes, warps, kWarp - 1);
+  const int64_t up_to_here = in_warp + __shfl_sync(kAllLanes, warps - of_warp, warp_id());
+  __syncthreads();  // The totals have been read.
+  return up_to_here;
+}
+
+// Gives each row its place on the free stacks, which are alike in all layers, and its capacity:
+// shrinks first, each in the order of the rows. A row that would overrun the stack stays as it is,
+// as do those behind it. One block.
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    plan_rebalance_kernel(const __grid_constant__ RebalanceParams p) {
+  PlanShared& shared = *reinterpret_cast<PlanShared*>(dynamic_shared());
+  int32_t free = p.num_free[0];
+  if (free < 0 || free > p.free_size) return;
+  for (int grows = 0; grows < 2; ++grows) {
+    const int32_t room = grows ? free : p.free_size - free;
+    int64_t asked = 0;  // pages of the rows before a tile
+    if (threadIdx.x == 0) shared.served = 0;
+    for (int32_t base = 0; base < p.num_changes; base += num_threads()) {
+      const int32_t i = base + static_cast<int32_t>(threadIdx.x);
+      int32_t old = 0, pages = 0;
+      if (i < p.num_changes && p.tables.has(p.rows[i], p.new_capacity[i])) {
+        old = p.capacity[p.rows[i]];
+        const int32_t gained = p.new_capacity[i] - old;
+        if (p.tables.has(p.rows[i], old)) pages = max(grows ? gained : -gained, 0);
+      }
+      int64_t sum;
+      const int64_t upto = asked + sum_up_to_here(pages, shared.totals, sum);
+      asked += sum;
+      if (pages == 0 || upto > room) continue;
+      const int32_t before = static_cast<int32_t>(upto) - pages;
+      p.plan[2 * i] = old;
+      p.plan[2 * i + 1] = grows ? free - before : free + before;
+      p.capacity[p.rows[i]] = p.new_capacity[i];
+      atomicAdd(&shared.served, pages);
+    }
+    __syncthreads();  // All have been served.
+    free += grows ? -shared.served : shared.served;
+    __syncthreads();  // The number has been read.
+  }
+  for (int32_t layer = threadIdx.x; layer < p.num_layers; layer += num_threads()) {
+    p.num_free[layer] = free;
+  }
+}
+
+// Changes one row from `old` to `count` slots, with the free stack `free` pages high; `new_held` is
+// [2, C].
 __device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64_t row, int32_t old,
-                                  int32_t count, int32_t free) {
+                                  int32_t count, int32_t free, int32_t* new_held) {
   const RowTables& t = p.tables;
   int32_t *held = t.held(layer, row), *order = t.order(layer, row), *pages = t.pages(layer, row);
   int32_t* stack = p.free_pages + layer * p.free_stride;
-  int32_t* new_held = p.scratch + layer * 2 * t.slots;
   int32_t* new_pages = new_held + t.slots;
   const int32_t gained = max(count - old, 0), dropped = max(old - count, 0);
   for (int32_t rank = threadIdx.x; rank < old; rank += num_threads()) {
@@ -165,39 +233,20 @@ __device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64
     pages[slot] = owned ? new_pages[slot] : -1;
     order[slot] = owned ? slot : -1;
   }
-  __syncthreads();  // The next row may overwrite the scratch and pop pushed pages.
+  __syncthreads();  // The block's next row may overwrite the scratch.
 }
 
-// One block per layer. It changes rows one by one, because they share the layer's free stack. A row
-// that would overrun the stack ends its pass: that row and those behind it stay as they are.
+// Changes the planned rows that shrink, or those that grow, which get pages of the others: launched
+// twice. blockIdx.x takes every gridDim.x-th row, blockIdx.y is the layer.
 __global__ void __launch_bounds__(kMaxThreads, 1)
     rebalance_kernel(const __grid_constant__ RebalanceParams p) {
-  const int64_t layer = blockIdx.x;
-  int32_t free = p.num_free[layer];
-  if (free < 0 || free > p.free_size) return;
-  for (int grows = 0; grows < 2; ++grows) {
-    for (int32_t i = 0; i < p.num_changes; ++i) {
-      const int64_t row = p.rows[i];
-      const int32_t count = p.new_capacity[i];
-      if (!p.tables.has(row, count)) continue;
-      const int32_t old = p.capacity[row];
-      if (count == old || (count > old) != (grows == 1) || !p.tables.has(row, old)) continue;
-      const int32_t left = free + old - count;
-      if (left < 0 || left > p.free_size) break;
-      resize_row(p, layer, row, old, count, free);
-      free = left;
-      if (layer == 0 && threadIdx.x == 0) p.changed[i] = 1;
-    }
-  }
-  __syncthreads();  // All threads have read the count.
-  if (threadIdx.x == 0) p.num_free[layer] = free;
-}
-
-// Launched after all layers have read the old capacities.
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    set_capacity_kernel(const __grid_constant__ RebalanceParams p) {
-  for (int32_t i = threadIdx.x; i < p.num_changes; i += num_threads()) {
-    if (p.changed[i] != 0) p.capacity[p.rows[i]] = p.new_capacity[i];
+  const int64_t layer = blockIdx.y, block = int64_t{blockIdx.x} * gridDim.y + layer;
+  for (int32_t i = static_cast<int32_t>(blockIdx.x); i < p.num_changes;
+       i += static_cast<int32_t>(gridDim.x)) {
+    const int32_t old = p.plan[2 * i], count = p.new_capacity[i];
+    if (old < 0 || (count > old) != p.grows) continue;
+    resize_row(p, layer, p.rows[i], old, count, p.plan[2 * i + 1],
+               p.scratch + block * 2 * p.tables.slots);
   }
 }
 

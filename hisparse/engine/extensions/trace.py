@@ -23,6 +23,7 @@ from hisparse import __version__
 from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
 from hisparse.engine.extensions.base import Components, Extension, register_extension
 from hisparse.errors import ConfigError
+from hisparse.kernels import upload
 from hisparse.trace.format import TraceHeader
 from hisparse.trace.writer import RecordedStep, TraceWriter
 from hisparse.types import Selection
@@ -139,11 +140,7 @@ class Trace(Extension):
         if step is None or not complete or not len(step[0]):
             return
         slots, seq_lens = step
-        index = torch.from_numpy(slots)
-        if self._state.is_cuda:
-            # A copy from pageable memory would wait for the stream.
-            index = index.pin_memory().to(self._state.device, non_blocking=True)
-        pages, ready = self._state.index_select(1, index), None
+        pages, ready = self._state.index_select(1, upload(slots, self._state.device)), None
         if self._layers is not None:
             pages = pages.index_select(0, self._layers)
         if pages.is_cuda:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hisparse.errors import KernelError
+from hisparse.errors import KernelError, one_line
 from hisparse.kernels.build.cache import CACHE, is_intact, private_folder
 from hisparse.kernels.build.compiler import (
     SOURCES,
@@ -27,16 +27,23 @@ logger = logging.getLogger(__name__)
 _FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-Werror", "all-warnings"]
 
 
-@functools.cache
 def cuda_library() -> Any | None:
-    """The library of CUDA kernels, built first if needed; None, after a warning, on failure."""
+    """The library of CUDA kernels; None: there is none."""
+    library = load_cuda()
+    return None if isinstance(library, str) else library
+
+
+@functools.cache
+def load_cuda() -> Any:
+    """The library of CUDA kernels, built first if needed; on failure one line, which is logged."""
     try:
         import tvm_ffi
 
         return tvm_ffi.load_module(str(build_cuda()))
     except (ImportError, OSError, RuntimeError, CannotBuildError) as error:
-        logger.warning("CUDA kernels are off, PyTorch's operators do their work: %s", error)
-        return None
+        reason = one_line(error)
+        logger.warning("CUDA kernels are off, PyTorch's operators do their work: %s", reason)
+        return reason
 
 
 def call_cuda(name: str, *arguments: object) -> Any:

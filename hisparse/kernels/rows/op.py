@@ -23,6 +23,8 @@ __all__ = [
 ]
 
 _I32, _I64 = torch.int32, torch.int64
+#: Scratch of ``rebalance`` on a GPU, unless one row takes more: enough blocks to fill one.
+_SCRATCH_BYTES = 16 << 20
 
 
 class TailPools(NamedTuple):
@@ -83,6 +85,17 @@ def _promote_on_cuda(call: Callable[..., Any], rows: Tensor, *more: Any) -> tupl
     return copies
 
 
+def _rebalance_on_cuda(
+    call: Callable[..., Any], rows: Tensor, new: Tensor, capacity: Tensor, *more: Any
+) -> None:
+    """With scratch for as many rows as change at once, and a plan in which no row changes yet."""
+    layers, _, slots = more[0].slot_pages.shape
+    row_bytes = max(8 * layers * slots, 1)
+    at_once = min(len(rows), max(_SCRATCH_BYTES // row_bytes, 1))
+    scratch = capacity.new_empty((at_once, layers, 2, slots))
+    ungrouped(call, rows, new, capacity, *more, scratch, capacity.new_full((len(rows), 2), -1))
+
+
 PROMOTE_TAIL = Operation(
     __name__,
     "promote_tail",
@@ -117,17 +130,7 @@ REBALANCE = Operation(
     Arg("free_pages", _I32, "L _", written=True),
     Arg("num_free", _I32, "L", written=True),
     cpu=ungrouped,
-    # With a copy of a row's tables, and a mark for each row that changed.
-    cuda=lambda call, rows, new_capacity, capacity, states, free_pages, num_free: call(
-        rows,
-        new_capacity,
-        capacity,
-        *states,
-        free_pages,
-        num_free,
-        capacity.new_empty((states.slot_pages.shape[0], 2, states.slot_pages.shape[2])),
-        torch.zeros_like(new_capacity),
-    ),
+    cuda=_rebalance_on_cuda,
 )
 
 

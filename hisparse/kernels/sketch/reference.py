@@ -15,12 +15,13 @@ from hisparse.kernels.sketch.op import (
     TailPages,
     tail_lse,
 )
+from hisparse.kernels.summary.reference import stored_pages
 
 
 def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
     """See :func:`hisparse.kernels.page_sketch`."""
-    stored = (host_pages >= 0).nonzero()[:, 0]
-    sketches[host_pages[stored].long()] = _encode(keys[stored].float().transpose(1, 2), layout)
+    entry, page = stored_pages(host_pages)
+    sketches[page] = _encode(keys[entry].float().transpose(1, 2), layout)
 
 
 def sketch_score(
@@ -122,7 +123,7 @@ def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:
     steps = (offset >= -scale).float() + (offset >= 0) + (offset >= scale)
     steps = steps.transpose(2, 3).gather(2, order[..., None].expand(*order.shape, keys.shape[2]))
     packed = torch.nn.functional.pad(steps, (0, 4 * layout.code_bytes - layout.page_size))
-    weights = torch.tensor([1.0, 4.0, 16.0, 64.0], device=keys.device)
+    weights = 4.0 ** torch.arange(4, device=keys.device)
     packed = (packed.unflatten(-1, (-1, 4)) * weights).sum(-1).flatten(2)
     bits = torch.nn.functional.pad(chosen.float(), (0, layout.blocks * BLOCK - dim))
     mask = (bits.unflatten(-1, (-1, BLOCK)) * 2.0 ** torch.arange(BLOCK, device=keys.device)).sum(

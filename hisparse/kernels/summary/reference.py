@@ -17,17 +17,28 @@ def page_summary(
     keys: Tensor, summaries: Tensor, host_pages: Tensor, scales: Tensor | None
 ) -> None:
     """See :func:`hisparse.kernels.page_summary`."""
-    if scales is None:
-        stored = (host_pages >= 0).nonzero()[:, 0]
-        keys, host_pages = keys[stored], host_pages[stored]
-    own = keys.unflatten(1, (summaries.shape[1], -1)).float()
-    # A CPU serves with fp8 summaries: no operator may wait. So -1 is written to the padding page.
-    high, low, where = own.amax(dim=2), own.amin(dim=2), host_pages.long().clamp(min=0)
+    entry, page = stored_pages(host_pages)
+    own = keys[entry].unflatten(1, (summaries.shape[1], -1)).float()
+    high, low = own.amax(dim=2), own.amin(dim=2)
     if scales is not None:
-        high, low, scales[where] = _scaled_to_fp8(high, low)
+        high, low, scales[page] = _scaled_to_fp8(high, low)
     high = round_outward(high, summaries.dtype, up=True)
     low = round_outward(low, summaries.dtype, up=False)
-    summaries[where] = torch.cat([high, low], dim=-1)
+    summaries[page] = torch.cat([high, low], dim=-1)
+
+
+def stored_pages(host_pages: Tensor) -> tuple[Tensor, Tensor]:
+    """What to write where for ``host_pages [P]``, -1 for none, without waiting for a GPU.
+
+    Returns:
+        ``[P] int64`` each: the entry to write, and its page. An entry without a page stands for the
+        first one that has a page; if none has, all are written to page 0, the padding page.
+    """
+    entry = torch.arange(len(host_pages), device=host_pages.device)
+    if len(host_pages):
+        given = host_pages >= 0
+        entry = torch.where(given, entry, given.int().argmax())
+    return entry, host_pages[entry].long().clamp(min=0)
 
 
 def page_score(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hisparse.kernels.build.cuda import call_cuda
-from hisparse.kernels.transfer.op import GATHER_PAGES, cuda_device
+from hisparse.kernels.transfer.op import GATHER_PAGES, cuda_device, upload
 
 #: Page-locked memory is registered with CUDA in pieces that end at multiples of this address. CUDA
 #: may refuse a copy from two registrations, so the copy engine never gets one. Drivers refuse a
@@ -43,7 +43,7 @@ def gather_pages(
         on_host = (src_pages.cpu(), dst_pages.cpu())
         if copy_pages(src_k, src_v, on_host[0], dst_k, dst_v, on_host[1], heads):
             return
-    src_pages, dst_pages = (x.to(device, non_blocking=True) for x in (src_pages, dst_pages))
+    src_pages, dst_pages = (upload(x, device) for x in (src_pages, dst_pages))
     GATHER_PAGES.on_cuda(src_k, src_v, src_pages, dst_k, dst_v, dst_pages, heads)
 
 

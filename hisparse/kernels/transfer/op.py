@@ -7,9 +7,10 @@ values are the first columns of its keys, only K is moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from hisparse.kernels.arguments import Arg
 from hisparse.kernels.operation import Operation
 from hisparse.types import PagedKV
 
-__all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens"]
+__all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens", "upload"]
 
 _I32, _I64 = torch.int32, torch.int64
 _LISTS = ("cpu", "src.k", "dst.k")
@@ -76,7 +77,7 @@ SCATTER_TOKENS = Operation(
     Arg("slots", _I64, "T", on=("cpu", "k", "dst.k")),
     cpu=True,
     cuda=lambda call, dst_k, dst_v, k, v, slots: call(
-        dst_k, dst_v, k, v, slots.to(cuda_device(k, dst_k), non_blocking=True)
+        dst_k, dst_v, k, v, upload(slots, cuda_device(k, dst_k))
     ),
 )
 APPEND_TOKENS = Operation(
@@ -101,9 +102,7 @@ GATHER_TOKENS = Operation(
     Arg("src.v", None, "?L P H S Dv", on=("src.k",), layout="any"),
     Arg("slots", _I64, "T", on=()),
     cpu=True,
-    cuda=lambda call, src_k, src_v, slots, k, v: call(
-        src_k, src_v, slots.to(k.device, non_blocking=True), k, v
-    ),
+    cuda=lambda call, src_k, src_v, slots, k, v: call(src_k, src_v, upload(slots, k.device), k, v),
 )
 
 
@@ -214,6 +213,28 @@ def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[T
         src_v, v = src.v, new_tokens(src.v, slots)
     run(src.k, src_v, slots, k, v)
     return k, k[..., : src.v.shape[-1]] if v is None else v
+
+
+def upload(
+    values: Tensor | np.ndarray | Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Values of the host as a tensor on a device, without waiting for the device.
+
+    A GPU copies from page-locked memory, which PyTorch keeps until the copy has ended. A copy from
+    other memory would wait for all that the stream still has to do.
+
+    Args:
+        values: values on the host; a tensor may lie on the device, and is then returned.
+        device: where the result is.
+        dtype: of the result; None: that of the values.
+    """
+    tensor = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda" and not tensor.is_cuda:
+        # A copy from memory with gaps would pass through other memory.
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _shares_memory(kv: PagedKV) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from hisparse.engine.capabilities import not_captured
 from hisparse.errors import AlgorithmError, CapacityError, one_line
 from hisparse.sglang.features.base import CUDA_GRAPHS, Feature, Start
 from hisparse.sglang.session import current_session, errors_logged
@@ -60,7 +61,7 @@ class CudaGraphs(Feature):
 
     def is_on(self, start: Start) -> bool:
         """By default too, where steps can be captured."""
-        return start.config.not_captured(start.device) is None
+        return not_captured(start.config, start.device) is None
 
 
 FEATURE = CudaGraphs()
