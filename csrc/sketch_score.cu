@@ -129,7 +129,10 @@ void sketch_score(Arguments& in) {
   const int64_t wanted = 4 * on.attribute(cudaDevAttrMultiProcessorCount);
   p.pages_per_block = static_cast<int32_t>(
       rows * p.width >= wanted * kPagesPerBlock ? kPagesPerBlock : kPagesPerBlock / 2);
-  const int64_t runs = (p.width + p.pages_per_block - 1) / p.pages_per_block;
+  // A captured step has blocks for the longest context: no more than one request keeps busy.
+  const int64_t most = (wanted * requests + rows - 1) / rows;
+  const int64_t runs =
+      std::min<int64_t>((p.width + p.pages_per_block - 1) / p.pages_per_block, most);
   const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(runs + tails));
   if (queries == kTileQueries) {
     launch_tiles<1>(on, grid, p);

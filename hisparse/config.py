@@ -41,12 +41,16 @@ LATENT_FORMATS: Registry[Any] = Registry(
 FORMATS: Final[Mapping[Attention, Registry[Any]]] = {"GQA": KV_FORMATS, "MLA": LATENT_FORMATS}
 
 _ALIASES: Final = {"top_k": "budget"}
+_NO_PREFETCH: Final = (
+    "a larger device_buffer_size takes its place; guesses of the next pages missed too often"
+)
 #: Keys of upstream's HiSparse and of earlier versions, and their replacements.
 _REPLACED: Final = {
     "host_to_device_ratio": "host_memory takes its place",
     "min_sparse_prompt_len": "min_sparse_context takes its place",
-    "speculate": 'prefetch takes its place: "prefetch": true for what "step" did; "layer" is gone',
-    "speculation_threshold": 'prefetch takes its place: "prefetch": {"min_cosine": 0.9}',
+    "prefetch": _NO_PREFETCH,
+    "speculate": _NO_PREFETCH,
+    "speculation_threshold": _NO_PREFETCH,
     "numa_node": "the pool is put on its GPU's node; for another one start the server with numactl",
 }
 #: Earlier values of current keys, and their replacements.
@@ -103,7 +107,7 @@ class HiSparseConfig:
         layer_metrics: count hits and misses of each layer too: six more small operations a layer.
         storage: keep prefixes in a store below host memory, where a restarted or another server
             finds them. Only in a server. The options are below. None: no store.
-        extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON
+        extensions: options by the name of the extension (``tail_estimate``, ``trace``). In JSON
             each name is a key of its own: ``true`` for the defaults, an object of options or, where
             the options name a ``text_option``, the text alone.
     """

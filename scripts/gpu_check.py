@@ -56,7 +56,7 @@ SUITES = {
         "test_outline.py",
     ],
     "fp8": ["test_quantize.py", "test_latents.py", "test_quantized_transfer.py"],
-    "adapters": ["../adapters/test_against_torch.py"],
+    "adapters": ["../adapters/test_against_torch.py", "../adapters/test_attend_chosen.py"],
     "graphs": ["gpu/test_graphs.py", "gpu/test_algorithm_graphs.py", "gpu/test_step_graphs.py"],
     "overlap": ["gpu/test_overlap_graphs.py"],
 }

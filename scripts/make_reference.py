@@ -36,7 +36,7 @@ page from the configuration classes; do not edit it.
 
 ```
 python -m sglang.launch_server --model-path MODEL --attention-backend hisparse \\
-    --hisparse-config '{"algorithm": "sketch", "budget": 2048, "prefetch": true}'
+    --hisparse-config '{"algorithm": "sketch", "budget": 2048, "tail_estimate": true}'
 ```
 
 `--hisparse-config` takes a JSON object, or `@file.json`. `hisparse.transformers.enable` and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hisparse.kernels.operation import OPERATIONS
 from hisparse_bench.decode import DecodeBench
 from scripts.gpu_check import (
     BENCHES,
@@ -23,6 +25,8 @@ from scripts.gpu_check import (
     print_speeds,
     run_part,
 )
+from tests.kernels.conftest import CUDA_TESTS
+from tests.kernels.gpu.small_case import select_by_sketches
 
 PYTHON = sys.executable
 LONG = 131072
@@ -105,6 +109,22 @@ def test_no_speed_of_a_kernel_whose_tests_failed(monkeypatch: pytest.MonkeyPatch
 def test_every_step_is_in_one_part() -> None:
     steps = [name for names in PARTS.values() for name in names]
     assert sorted(steps) == sorted([*SUITES, *BENCHES, "served", "memcheck", "racecheck"])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256, 576])
+def test_the_small_case_selects(dim: int) -> None:
+    """On a CPU: that compute-sanitizer has something to look at."""
+    pages, lengths = select_by_sketches(dim, "cpu")
+    assert lengths.tolist() == [[9] * pages.shape[1], [7] * pages.shape[1]]
+
+
+def test_each_operation_of_a_gpu_is_tested() -> None:
+    suite = [ROOT / "tests/kernels" / file for files in SUITES.values() for file in files]
+    text = "\n".join(file.read_text() for file in suite)
+    of_a_gpu = {name for name, op in OPERATIONS.items() if op.own("cuda") or op.own("triton")}
+    assert {"sketch_score", "chunk_index_score", "rebalance", "paged_attention"} <= of_a_gpu
+    assert {name for name in of_a_gpu if not re.search(rf"\b{name}\(", text)} == set()
+    assert {file.stem for file in suite} >= CUDA_TESTS
 
 
 def test_the_table_holds_only_what_passed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ bool score_run(const OutlineScoreParams& p, int64_t b, int64_t first) {
   decoded.resize(static_cast<size_t>(kVectors) * padded);
   // Rows of scores may be a power of two apart. Written page by page, they would compete for one
   // set of the cache.
-  scores.assign(static_cast<size_t>(p.q_heads) * kPagesPerItem, -INFINITY);
+  scores.resize(static_cast<size_t>(p.q_heads) * kPagesPerItem);
   const float* vectors[kVectors];
   for (int r = 0; r < kVectors; ++r) vectors[r] = decoded.data() + r * padded;
   for (int64_t page = first; page < present; page += kVectors) {
@@ -113,7 +113,7 @@ bool score_run(const OutlineScoreParams& p, int64_t b, int64_t first) {
   }
   for (int32_t h = 0; h < p.q_heads; ++h) {
     float* out = p.scores + (b * p.q_heads + h) * p.width + first;
-    std::copy_n(scores.data() + h * kPagesPerItem, last - first, out);
+    std::copy_n(scores.data() + h * kPagesPerItem, present - first, out);
   }
   return true;
 }

@@ -130,7 +130,7 @@ bool score_run(const PageScoreParams& p, int64_t b, int64_t first) {
   }
   for (int32_t h = 0; h < p.q_heads; ++h) {
     float* out = p.scores + (b * p.q_heads + h) * p.width;
-    for (int64_t page = first; page < last; ++page) {
+    for (int64_t page = first; page < present; ++page) {
       out[page] = scores[(page - first) * p.q_heads + h];
     }
   }

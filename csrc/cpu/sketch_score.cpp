@@ -174,13 +174,14 @@ float score_any(const SketchLayout& l, const float* q, const uint8_t* sketch) {
 
 // A run of a request's pages, and of each page's KV heads the scores of its queries.
 struct Run {
-  int64_t request, first, last, present;  // pages first to last - 1; there are those to present - 1
+  int64_t request, first, present;  // pages first to present - 1
   int32_t stride;              // of queries: a group in whole blocks
   Buffer<float> tops, totals;  // [present - first, KV heads, stride]
 
   Run(const SketchScoreParams& p, int64_t b, int64_t from)
-      : request(b), first(from), last(std::min(from + kPagesPerItem, p.num_columns)),
-        present(std::clamp<int64_t>(p.num_pages[b], first, last)),
+      : request(b), first(from),
+        present(std::clamp(int64_t{p.num_pages[b]}, from,
+                           std::min(from + kPagesPerItem, p.num_columns))),
         stride(round_up(p.q_heads / p.kv_heads, kQueries)),
         tops((present - first) * p.kv_heads * stride + kLanes),
         totals((present - first) * p.kv_heads * stride + kLanes) {
@@ -248,7 +249,6 @@ void write_scores(const SketchScoreParams& p, Run& run) {
     float* out = p.scores + (run.request * p.q_heads + h) * p.num_columns + run.first;
     const float* top = run.tops.data() + h / group * run.stride + h % group;
     for (int64_t i = 0; i < pages; ++i, top += row) out[i] = *top;
-    std::fill(out + pages, out + (run.last - run.first), -INFINITY);
   }
   bool any = false;
   for (int lane = 0; lane < kLanes; ++lane) any |= lost[lane] != 0;
@@ -267,8 +267,8 @@ bool score_all(const SketchScoreParams& p, const Layout& layout, const Queries& 
       const int32_t host_page = p.host_pages[run.request][page];
       if (host_page < 0 || host_page >= p.num_host_pages) in_range = false;
     }
-    if (!in_range) return;
-    if (run.present > run.first) score_sketches(p, layout, queries, run);
+    if (!in_range || run.present == run.first) return;
+    score_sketches(p, layout, queries, run);
     write_scores(p, run);
   });
   return in_range;

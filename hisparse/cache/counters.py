@@ -13,7 +13,6 @@ from torch import Tensor
 _ON_DEVICE = (
     "hit_pages",
     "miss_pages",
-    "prefetched_pages",
     "capped_selections",
     "invalid_scores",
     "malformed_selections",
@@ -26,7 +25,6 @@ COUNTERS = {
     "miss_pages": "Pages that decode steps selected and loaded from host memory",
     "selected_tokens": "Tokens that decode steps attended, summed over layers and rows",
     "selections": "Selections that the algorithm made, summed over layers and rows",
-    "prefetched_pages": "Pages loaded from host memory before the step's query selected them",
     "capped_selections": "Selections of variable length that reached device_buffer_size",
     "invalid_scores": "Selections for which the algorithm scored a page with NaN or +inf",
     "malformed_selections": "Selections with a duplicate page, a gap, or a page that is not there",
@@ -54,7 +52,6 @@ class CacheStats:
     miss_pages: int
     selected_tokens: int
     selections: int
-    prefetched_pages: int
     capped_selections: int
     invalid_scores: int
     malformed_selections: int
@@ -139,12 +136,11 @@ class Counters:
         totals = self.totals()
         on_device = {name: totals[name] for name in _ON_DEVICE}
         selected = totals["hit_pages"] + totals["miss_pages"]
-        loaded = totals["miss_pages"] + totals["prefetched_pages"]
         return CacheStats(
             **on_device,
             selected_tokens=selected * page_tokens + totals["other_tokens"],
             selections=totals["selections"],
-            decode_read_bytes=loaded * page_bytes + totals["streamed_decode_bytes"],
+            decode_read_bytes=totals["miss_pages"] * page_bytes + totals["streamed_decode_bytes"],
             prefill_read_bytes=totals["prefill_read_bytes"],
             written_bytes=totals["written_bytes"],
             extensions={name: totals[name] for name in self._names[len(_ON_DEVICE) :]},

@@ -77,7 +77,7 @@ class SparseKVCacheManager:
 
     def end_forward(self) -> None:
         """Let the forward stream wait for all side work."""
-        self.loader.join()
+        self.loader.discard_early()
         if self.overlaps:
             self.staging.discard_next()
             self.streams.join_all()

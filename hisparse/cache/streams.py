@@ -14,9 +14,8 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 #: A lane runs its work in the order of the starts. "read" copies from host memory to the device,
-#: "write" from the device to host memory: a link carries both directions at once. "early_read" is
-#: for a later layer or step, so that reads for the current layer do not queue behind it.
-Lane = Literal["read", "early_read", "write"]
+#: "write" from the device to host memory: a link carries both directions at once.
+Lane = Literal["read", "write"]
 
 T = TypeVar("T")
 
@@ -65,7 +64,6 @@ class CudaStreams(SideStreams):
     def __init__(self, device: torch.device) -> None:
         self._lanes: dict[Lane, torch.cuda.Stream] = {
             "read": torch.cuda.Stream(device),
-            "early_read": torch.cuda.Stream(device),
             "write": torch.cuda.Stream(device),
         }
         self._open: list[_OnStream[Any]] = []

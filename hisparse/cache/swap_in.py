@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import move_pages
-from hisparse.cache.streams import Lane, Pending, SideStreams
+from hisparse.cache.streams import Pending, SideStreams
 from hisparse.errors import HiSparseError, shorten
 from hisparse.kernels import (
     DecodeRows,
@@ -76,7 +75,7 @@ class SwapIn:
         host: the whole KV cache.
         device: the device pages and the rows' tables.
         streams: side streams for early transfers.
-        counters: counts hits, misses and prefetched pages.
+        counters: counts hits and misses.
         checked: verify selections and resident bytes; waits for the device.
         overlaps: whether :meth:`swap_in` also starts the transfers of later layers.
     """
@@ -99,7 +98,6 @@ class SwapIn:
         self._overlaps = overlaps
         self._malformed = counters.total("malformed_selections")
         self._early: dict[int, _Early] = {}
-        self._prefetches: dict[int, list[Pending[DiffTables]]] = {}
         self._log: list[Wanted] | None = None
 
     def swap_in(
@@ -126,7 +124,6 @@ class SwapIn:
         wanted = Wanted(step, selection, width, tail_below)
         if self._checked and selection is not None:
             check_selection(layer_id, selection, step)
-        self._join_prefetches(layer_id)
         early = self._early.get(layer_id)
         if early is not None and early.selection is selection:
             del self._early[layer_id]
@@ -135,23 +132,13 @@ class SwapIn:
             tables = self._load(layer_id, wanted)
         if self._overlaps:
             for later in followers:
-                # Both work on the LRU tables of that layer, on lanes without a common order.
-                self._join_prefetches(later)
-                self._early[later] = _Early(selection, self._start("read", later, wanted))
+                self._early[later] = _Early(selection, self._start(later, wanted))
         self._counters.count_selected(layer_id, tables.num_hits, tables.num_misses)
         if self._checked:
             pages = tables.attended[:, :-1]
             attended = selection or step.every_page(pages.shape[1])
             check_resident(layer_id, attended, pages, step, self._host, self._device)
         return PageTable(tables.attended, tables.seq_lens)
-
-    def prefetch(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
-        """Start loading pages for a layer that has not begun."""
-        if step.dense is not None:
-            # A dense request attends every page in its layer, and loads none of them before.
-            step = replace(step, dense=None)
-        pending = self._start("early_read", layer_id, Wanted(step, selection))
-        self._prefetches.setdefault(layer_id, []).append(pending)
 
     @contextmanager
     def logged(self) -> Iterator[list[Wanted]]:
@@ -167,18 +154,12 @@ class SwapIn:
         """Change the rows' tables as :meth:`swap_in` does, and load no page."""
         self._find(layer_id, wanted, malformed=None)
 
-    def join(self) -> None:
-        """Join all early transfers; called at the end of a forward."""
-        for layer_id in tuple(self._prefetches):
-            self._join_prefetches(layer_id)
+    def discard_early(self) -> None:
+        """Forget early transfers that no layer joined; called at the end of a forward."""
         self._early.clear()
 
-    def _join_prefetches(self, layer_id: int) -> None:
-        for pending in self._prefetches.pop(layer_id, ()):
-            self._counters.count("prefetched_pages", pending.join().num_misses)
-
-    def _start(self, lane: Lane, layer_id: int, wanted: Wanted) -> Pending[DiffTables]:
-        return self._streams.start(lane, lambda: self._load(layer_id, wanted))
+    def _start(self, layer_id: int, wanted: Wanted) -> Pending[DiffTables]:
+        return self._streams.start("read", lambda: self._load(layer_id, wanted))
 
     def _load(self, layer_id: int, wanted: Wanted) -> DiffTables:
         """Load the missing pages of a selection."""

@@ -18,7 +18,6 @@ from hisparse.cli.terminal import (
     Values,
     add_command,
     add_flag,
-    model,
     names,
     number,
     numbers,
@@ -26,11 +25,9 @@ from hisparse.cli.terminal import (
     ratio,
     without_sglang_warnings,
 )
-from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.eval.report import check_matplotlib
 from hisparse.kernels.build.isa import ISAS, check_isa, environment
-from hisparse.options import read_text
 from hisparse_bench.decode import DecodeBench
 from hisparse_bench.kernels import KernelsBench, KernelsReport
 from hisparse_bench.load.options import LoadOptions, read_recipe
@@ -64,7 +61,6 @@ _KINDS: Final[dict[Any, Any]] = {
     tuple[str, ...]: names,
 }
 _TEXT = Values(str, "a text", "VALUE", several=False)
-_COSINES = Values(float, "cosines such as 0.9 or 0.8,0.9", "X")
 
 
 def add_parser(commands: Any) -> None:
@@ -74,7 +70,6 @@ def add_parser(commands: Any) -> None:
     )
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     _add_serve(benches)
-    _add_prefetch(benches)
     for name, (bench, text) in _BENCHES.items():
         each = add_command(benches, name, text, functools.partial(_run, name, bench))
         for flag, hint, default, meaning in flags_of(bench):
@@ -121,48 +116,6 @@ def _show(arguments: argparse.Namespace, report: Report) -> int:
     else:
         report.print_table(Console())
     return 0 if all(case.gate == "passed" for case in report.cases) else 1
-
-
-def _add_prefetch(benches: Any) -> None:
-    text = "pages that a decode step waits for, with and without prefetch"
-    parser = add_command(benches, "prefetch", text, _run_prefetch)
-    add_flag(parser, "--model", model, "the model", "smollm2-135m")
-    add_flag(parser, "--context", number, "tokens of the prompt", 2048)
-    add_flag(parser, "--budget", number, "tokens attended per step", 256)
-    add_flag(parser, "--text", Path, "text of the prompt (the demo's document)")
-    add_flag(parser, "--algorithm", str, "the algorithm", HiSparseConfig.algorithm)
-    text = "values of the prefetch option min_cosine"
-    add_flag(parser, "--min-cosine", _COSINES, text, [0.8, 0.9])
-    add_flag(parser, "--steps", number, "decode steps", 64)
-
-
-def _run_prefetch(arguments: argparse.Namespace) -> int:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from hisparse.demo import document
-    from hisparse.eval import models
-    from hisparse_bench.prefetch import WARMUPS, PrefetchBench
-
-    folder, text = models.resolve(arguments.model), arguments.text
-    words = document.text() if text is None else read_text(text, "--text")
-    ids: list[int] = models.load(AutoTokenizer, folder)(words)["input_ids"]
-    needed = arguments.context + arguments.steps + WARMUPS
-    if len(ids) < needed:
-        raise ConfigError(
-            f"--context: got {needed}, the text has {len(ids)} tokens; give a longer --text"
-        )
-    bench = PrefetchBench(
-        model=models.load(AutoModelForCausalLM, folder).eval(),
-        ids=ids[:needed],
-        context=arguments.context,
-        budget=arguments.budget,
-        algorithm=arguments.algorithm,
-        min_cosines=arguments.min_cosine,
-        num_steps=arguments.steps,
-    )
-    with Console(stderr=True).status("bench prefetch"), without_sglang_warnings():
-        case = bench.run()
-    return _show(arguments, Report(command="bench prefetch", device="cpu", cases=[case]))
 
 
 def _add_serve(benches: Any) -> None:

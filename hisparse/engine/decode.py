@@ -40,6 +40,8 @@ class DecodeLayer:
         self._algorithm = components.algorithm
         self._manager = components.manager
         self._adapter = components.adapter
+        form = self._manager.device.format
+        self._attend_pages = form.attend_with(self._adapter, self._policy.max_pages)
         self._modes = components.modes
         self._gather_queries = components.gather_queries
         # A dense context that a captured step serves fits its row.
@@ -182,10 +184,8 @@ class DecodeLayer:
 
     def _attend(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
         """Attend ``queries [R, Q, D]`` over the device pages of each row."""
-        device, rule = self._manager.device, self._policy.rules[layer_id]
-        return device.format.attend(
-            self._adapter, queries, device.stored(layer_id), *table, rule, self._policy.max_pages
-        )
+        stored, rule = self._manager.device.stored(layer_id), self._policy.rules[layer_id]
+        return self._attend_pages(queries, stored, *table, rule)
 
     def _finish(self, layer_id: int, step: DecodeStep, filled: Tensor, host_pages: Tensor) -> None:
         """Move full tail pages into the LRU, and store their representations.

@@ -156,10 +156,16 @@ class _Kernels:
 
 def _living_tensors() -> Iterator[Tensor]:
     """All tensors that the garbage collector tracks, without those put away by ``gc.freeze``."""
-    for found in gc.get_objects():
-        # Fake tensors of torch.compile have no memory.
-        if issubclass(type(found), Tensor) and not isinstance(found, FakeTensor):
-            yield found
+    kinds = {Tensor, *_subclasses(Tensor)}
+    # Fake tensors of torch.compile have no memory.
+    kinds.difference_update([FakeTensor, *_subclasses(FakeTensor)])
+    return (found for found in gc.get_objects() if type(found) in kinds)
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for own in kind.__subclasses__():
+        yield own
+        yield from _subclasses(own)
 
 
 def _address(tensor: Tensor) -> int:

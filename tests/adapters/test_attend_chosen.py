@@ -1,6 +1,12 @@
-"""``attend_chosen``: each query attends over its own keys, as in DeepSeek-V3.2's prefill."""
+"""``attend_chosen``: each query attends over its own keys, as in DeepSeek-V3.2's prefill.
+
+On a CPU the rows are attended in C++, with TRITON_INTERPRET=1 (``test_triton_adapter.py``) in
+Triton, and with HISPARSE_TEST_CUDA=1 (``make gpu-check``) on the GPU.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,26 +15,36 @@ from torch.testing import assert_close
 from hisparse.adapters import Attended, BackendAdapter, TorchAdapter, merge_attended
 from hisparse.adapters.triton import TritonAdapter
 from hisparse.types import AttentionRule
+from tests.adapters.test_against_torch import ON_GPU, ON_TRITON
 
 
 class InRows(TritonAdapter):
     """Triton's adapter, with attention that runs on a CPU."""
 
-    impl = "auto"
+    impl = "triton" if ON_GPU or ON_TRITON else "auto"
 
 
 both = pytest.mark.parametrize("adapter", [TorchAdapter(), InRows()], ids=["masked", "rows"])
+#: The interpreter is slow.
+TOKENS = 20 if ON_TRITON else 600
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    """Where all tensors lie."""
+    with torch.device("cuda" if ON_GPU else "cpu"):
+        yield
 
 
 @both
 def test_each_query_sees_the_keys_chosen_for_it(adapter: BackendAdapter) -> None:
     torch.manual_seed(0)
-    tokens, keys = 600, 70
+    tokens, keys = TOKENS, 70
     q, k, v = torch.randn(tokens, 6, 24), torch.randn(keys, 2, 24), torch.randn(keys, 2, 16)
     chosen = torch.rand(tokens, keys).argsort(-1)[:, :9].int()
     chosen[3, 4:] = -1
     out, lse = adapter.attend_chosen(q, k, v, AttentionRule(0.2), chosen)
-    for query in (0, 3, 599):
+    for query in (0, 3, TOKENS - 1):
         seen = chosen[query][chosen[query] >= 0].long()
         own_k, own_v = (x[seen].double().repeat_interleave(3, dim=1) for x in (k, v))
         logits = torch.einsum("hd,shd->hs", q[query].double(), own_k) * 0.2

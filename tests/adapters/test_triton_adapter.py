@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def test_the_kernel_s_adapters_pass_under_the_interpreter() -> None:
-    suite = "tests/adapters/test_against_torch.py"
+    suite = [f"tests/adapters/test_{name}.py" for name in ("against_torch", "attend_chosen")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", suite],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *suite],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,

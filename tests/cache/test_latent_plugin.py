@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hisparse.adapters import BackendAdapter
+from hisparse.cache.formats.base import Attend
 from hisparse.cache.formats.latent import LatentFormat
 from hisparse.config import LATENT_FORMATS, HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities
@@ -29,8 +31,8 @@ class Halves(LatentFormat):
         out.k.copy_(stored.k)
         return out
 
-    def attend(self, adapter, q, stored, page_table, seq_lens, rule, max_pages):  # type: ignore[no-untyped-def]
-        return adapter.attend(q, self.decode(stored), page_table, seq_lens, rule)
+    def attend_with(self, adapter: BackendAdapter, max_pages: int) -> Attend:
+        return lambda q, stored, *table: adapter.attend(q, self.decode(stored), *table)
 
 
 def test_latents_may_have_a_format_that_other_attention_has_not(

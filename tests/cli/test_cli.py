@@ -42,7 +42,7 @@ def test_algorithms_fit_80_columns(monkeypatch: pytest.MonkeyPatch, command: Com
 
 
 _COMMANDS = ["algorithms", "build", "check", "doctor", "eval", "plan", "bench", "storage"]
-_BENCHES = ["serve", "prefetch", "lru-diff", "transfer", "swap-in", "decode", "step", "prefill"]
+_BENCHES = ["serve", "lru-diff", "transfer", "swap-in", "decode", "step", "prefill"]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_warnings_of_sglang_are_hidden_and_others_are_shown() -> None:
         (["bench"], "BENCH"),
         (["bench", "serve", "--context", "many"], "--context"),
         (["bench", "serve", "--output", "0"], "--output: got '0', expected a number of at least 1"),
-        (["bench", "prefetch", "--steps", "-3"], "--steps: got '-3', expected a number"),
+        (["bench", "decode", "--steps", "-3"], "--steps: got '-3', expected a number"),
         (["eval", "--context", "4k"], "--context: got '4k', expected numbers of at least 1, such"),
         (["eval", "--budget", "0"], "--budget: got '0', expected numbers"),
         (["plan", "--batch", "0"], "hisparse: error: --batch: got '0', expected numbers"),

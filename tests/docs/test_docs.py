@@ -70,7 +70,7 @@ def test_every_option_has_a_row(registry: Registry[Any]) -> None:
 def test_metrics_of_the_server_and_of_extensions_are_listed() -> None:
     rows = _rows("Metrics")
     assert rows["hisparse:hit_pages_total"][1] == ""
-    assert rows["hisparse:corrected_selections_total"][1] == "`prefetch`"
+    assert rows["hisparse:trace_steps_total"][1] == "`trace`"
     assert rows["hisparse:hit_ratio"][1] == ""
 
 

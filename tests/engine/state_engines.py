@@ -46,7 +46,6 @@ _PAGES_OF_16 = {
     "device_pages": 2 * 4 * 5,
     "host_pages": 26,
 }
-_PREFETCH = {"extensions": {"prefetch": {"min_cosine": 0.3}}}
 _WHOLE = {"budget": 88, "device_buffer": 88, "max_row": 88, "device_pages": 2 * 4 * 24}
 
 #: By name, settings of the engine and a function that makes the algorithm.
@@ -67,15 +66,12 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
         Sketch,
     ),
     "sketch-economy-page-16": (_PAGES_OF_16, lambda: Sketch(economy=True)),
-    "sketch-query-head-prefetch": (
-        _PREFETCH | {"scope": "query_head", "device_pages": 4 * 4 * 8},
-        Sketch,
-    ),
+    "sketch-query-head": ({"scope": "query_head", "device_pages": 4 * 4 * 8}, Sketch),
     "quest-tail-estimate": ({"extensions": {"tail_estimate": True}}, Quest),
     "quest-mla": (_MLA | {"min_sparse_context": 40}, Quest),
     "sketch-mla-fp8": (_MLA | {"min_sparse_context": 40, "kv_cache_dtype": "fp8_e4m3"}, Sketch),
     "dsa-mla": (_TOKENS | _MLA | {"device_pages": 4 * 12}, DSA),
     "sketch-whole-context": (_WHOLE, Sketch),
-    "quest-overlap": (_PREFETCH | {"side_streams": 3}, Quest),
+    "quest-overlap": ({"side_streams": 3}, Quest),
     "quest-reference": ({}, Quest),
 }

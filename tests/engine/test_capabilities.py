@@ -76,12 +76,3 @@ def test_what_it_cannot_do_names_who_can(
     assert all(word in message for word in words), message
     assert "limited" not in message.partition("that can:")[2]
     assert "\n" not in message
-
-
-def test_a_selection_by_the_models_own_indexer_is_not_prefetched() -> None:
-    with pytest.raises(ConfigError) as caught:
-        HiSparseConfig.from_dict({"algorithm": "dsa", "page_size": 1, "prefetch": True})
-    message = str(caught.value)
-    assert "algorithm 'dsa' cannot do prefetch" in message
-    assert "dsa" not in message.partition("that can:")[2]
-    assert "\n" not in message

@@ -13,7 +13,7 @@ from torch import Tensor
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.algorithms import DecodeStep
 from hisparse.cache import Counters
-from hisparse.engine.extensions.prefetch import Prefetch
+from hisparse.engine.extensions.tail_estimate import TailEstimate
 from hisparse.errors import AlgorithmError, KernelError
 from hisparse.kernels import operation
 from hisparse.testing import Simulator
@@ -255,14 +255,15 @@ def test_a_wrong_result_names_the_algorithm(
 def test_an_exception_of_an_extension_names_it(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raising(self: Prefetch, *args: Any) -> Any:
+    def raising(self: TailEstimate, *args: Any) -> Any:
         return fails()
 
     raising.__name__ = method
-    monkeypatch.setattr(Prefetch, method, raising)
-    match = rf"Prefetch \(hisparse.engine.extensions.prefetch\), layer 0, {method}: got KeyError"
+    monkeypatch.setattr(TailEstimate, method, raising)
+    owner = r"TailEstimate \(hisparse.engine.extensions.tail_estimate\)"
+    match = rf"{owner}, layer 0, {method}: got KeyError"
     with pytest.raises(AlgorithmError, match=match):
-        decode(Right(), extensions={"prefetch": True})
+        decode(Right(), extensions={"tail_estimate": True})
 
 
 def test_a_failed_forward_leaves_nothing_behind() -> None:

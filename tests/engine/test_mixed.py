@@ -18,7 +18,7 @@ from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace import SelectionTrace
 from tests.delayed import DelayedStreams
-from tests.engine.test_overlap import ORDERS, PREFETCH, REUSE, TIGHT, assert_equal
+from tests.engine.test_overlap import ORDERS, REUSE, TIGHT, assert_equal
 from tests.engine.test_replay import assert_same, state_of
 from tests.sizes import sized
 
@@ -34,7 +34,7 @@ SETTINGS = [
     pytest.param({"min_sparse_context": 1000, "max_row": 64}, id="staged"),
     pytest.param({"min_sparse_context": DENSE_BELOW}, id="dense-and-sparse"),
     pytest.param({"extensions": {"tail_estimate": True}}, id="tail-estimate"),
-    pytest.param(REUSE | PREFETCH | TIGHT, id="prefetch-reuse"),
+    pytest.param(REUSE | TIGHT, id="reuse-tight"),
     pytest.param(
         {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16}, id="latents"
     ),
@@ -80,7 +80,6 @@ def test_outputs_and_counters_are_those_of_two_forwards(settings: dict[str, Any]
     assert got["selections"] > 0 or "min_sparse_context" in settings
     # What is resident, and so read, depends on the rows' capacities, which are fitted once less.
     free = ("hit_pages", "miss_pages", "decode_read_bytes", "prefill_read_bytes", "extensions")
-    free += ("prefetched_pages",)
     assert {k: x for k, x in got.items() if k not in free} == {
         k: x for k, x in expected.items() if k not in free
     }

@@ -25,7 +25,6 @@ SCOPES = ["layer", "kv_head", "query_head"]
 ORDERS: list[Order] = ["early", "late", 1, 2]
 REUSE = {"layers": 5, "reuse_layers": 2}
 TIGHT = {"budget": 48, "device_buffer": 48, "max_row": 48}
-PREFETCH = {"extensions": {"prefetch": {"min_cosine": 0.3}}}
 
 
 def long_play(sim: Simulator) -> list[torch.Tensor]:
@@ -53,9 +52,8 @@ SETTINGS = [
     pytest.param(REUSE | {"extensions": {"tail_estimate": True}}, id="reuse-tail-estimate"),
     pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv-reads-its-context"),
     pytest.param({"min_sparse_context": 1000, "max_row": 64}, id="staged"),
-    pytest.param({"extensions": {"prefetch": {"min_cosine": 0.3}}, "max_row": 64}, id="prefetch"),
     # Rows without a spare page: what one load evicts, another one may need.
-    pytest.param(REUSE | PREFETCH | TIGHT, id="prefetch-reuse"),
+    pytest.param(REUSE | TIGHT, id="reuse-tight"),
 ]
 
 
@@ -133,37 +131,6 @@ def test_a_replayed_step_is_the_eager_one(scope: str, order: Order) -> None:
     assert replaying.num_replayed == len(got), "no step had to run eagerly"
     assert_equal(got, expected)
     assert_same(state_of(replaying), state_of(eager))
-
-
-class Watched(DelayedStreams):
-    """Counts prefetches that have not run when a layer waits for its own pages."""
-
-    def __init__(self) -> None:
-        super().__init__("late")
-        self.left_behind: list[int] = []
-
-    def joined(self, started: Any) -> None:
-        super().joined(started)
-        if started.lane == "read":
-            self.left_behind.append(len(self._waiting["early_read"]))
-
-
-def test_pages_of_the_next_layer_do_not_queue_behind_prefetched_ones() -> None:
-    streams = Watched()
-    sim = Simulator(
-        layers=4,
-        reuse_layers=2,
-        max_row=64,
-        device_buffer=64,
-        extensions={"prefetch": {"min_cosine": 1.0}},
-        side_streams=streams,
-    )
-    request = sim.request(1, 190, seed=1)
-    sim.prefill((request, 120))
-    sim.decode(request)
-    streams.left_behind.clear()
-    sim.decode(request)
-    assert max(streams.left_behind) > 0
 
 
 class Never(Pending[T]):

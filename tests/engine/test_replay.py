@@ -18,7 +18,6 @@ from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from tests.sizes import crossed
 
-PREFETCH: dict[str, Any] = {"extensions": {"prefetch": {"min_cosine": 0.0}}}
 SCOPES = ["layer", "kv_head", "query_head"]
 TOKENS = {
     "page_size": 1,
@@ -88,23 +87,6 @@ SETTINGS = [
     pytest.param({"layers": 4, "reuse_layers": 2}, id="reuse"),
     pytest.param(
         {"extensions": {"tail_estimate": True}, "min_sparse_context": 80}, id="tail-estimate"
-    ),
-    pytest.param(
-        {**PREFETCH, "device_buffer": 32, "max_row": 32},
-        id="prefetch",
-    ),
-    pytest.param(
-        {
-            **PREFETCH,
-            "min_sparse_context": 60,
-            "layers": 4,
-            "reuse_layers": 2,
-        },
-        id="prefetch-reuse-dense-beyond-the-budget",
-    ),
-    pytest.param(
-        {**PREFETCH, "algorithm": TopP(mass=0.6)},
-        id="prefetch-topp",
     ),
 ]
 

@@ -117,12 +117,12 @@ def test_a_prefix_of_the_radix_cache_is_read_up_to_the_window() -> None:
 
 def test_layers_with_a_window_have_no_representations() -> None:
     windows = (20, 0, 20, 20, 0, 0)
-    sim = Simulator(layers=6, windows=windows, reuse_layers=2, extensions={"prefetch": {}})
+    sim = Simulator(layers=6, windows=windows, reuse_layers=2)
     seen: list[int] = []
     sim.coordinator.observe(lambda layer, *_: seen.append(layer))
     _run(sim, {1: [120], 2: [60, 60]}, steps=20, layers=[0, 2, 3])
     assert sorted(set(seen)) == [1, 5], "groups are of layers that attend the whole context"
-    plain = Simulator(layers=6, extensions={"prefetch": {}})
+    plain = Simulator(layers=6)
     kept, full = (x.representations.num_bytes("device") for x in (sim, plain))
     assert 2 * kept == full
     assert sim.representations.read(0, 1, torch.tensor([1])) == {}

@@ -28,7 +28,7 @@ def waits(name: str, kind: str, scope: SelectionScope) -> Iterator[tuple[str, li
     algorithm = algorithm_of(name)
     sizes = algorithm.page_sizes
     # Without them in a server that verifies drafts.
-    extensions = {"tail_estimate": True, "prefetch": True} if name == "sketch" else {}
+    extensions = {"tail_estimate": True} if name == "sketch" else {}
     with fake_cuda() as launches:
         engine = FakeEngine(
             launches,

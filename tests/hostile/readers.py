@@ -202,7 +202,7 @@ def readers(folder: Path, capture: Any) -> list[Reader]:
     traces_file = min(_RESULTS.glob("*-trace-qwen-8k-*.json"))
     traces = json.dumps(json.loads(traces_file.read_bytes())).encode()
     settings = {"algorithm": "quest", "budget": 512, "algorithm_config": {"ranges": 2}}
-    settings |= {"prefetch": {"min_cosine": 0.5}}
+    settings |= {"trace": {"max_bytes": 0.5}}
     found = [
         _records(),
         _trace(folder),

@@ -53,7 +53,6 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "checked": (True, False),
     "cuda_graph": ("auto", True, False),
     "layer_metrics": (True, False),
-    "prefetch": (True, False, {"min_cosine": 0.8}, {}),
     "tail_estimate": (True, False, {}),
     "storage": (
         None, {"path": "/x"}, {"path": "/x", "size": "1GiB"}, {"path": "x", "size": 0.5},

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hisparse.kernels import chunk_index_score, index_score, store_index_keys
 from hisparse.types import IndexerInputs
+from tests.kernels.conftest import check_unwritten
 from tests.kernels.test_raw_queries import read_as_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -61,6 +62,8 @@ def test_scores_are_the_papers_sum(
     present = torch.arange(141) <= num_pages[:, None]
     assert scores.shape == (3, 1, 141)
     assert ((scores[:, 0] - expected).abs() <= 2e-6 * size)[present].all()
+    if impl != "cpu":  # which runs plain PyTorch
+        check_unwritten(impl, scores[:, 0], ~present)
 
 
 @pytest.mark.parametrize("kind", STORED)
@@ -83,6 +86,9 @@ def test_tokens_of_a_prompt_are_scored_by_stored_keys(impl: str, kind: str) -> N
     torch.testing.assert_close(
         scores[:, 0].double()[present], expected[present], rtol=1e-4, atol=1e-4
     )
+    if impl != "cpu":
+        # Triton scores the token behind them too.
+        check_unwritten(impl, scores[:, 0], torch.arange(131) > num_tokens[:, None])
 
 
 @pytest.mark.parametrize("kind", STORED)

@@ -21,6 +21,7 @@ from hisparse.kernels import (
 from hisparse.kernels.quantize.reference import read_scales
 from hisparse.kernels.sketch.reference import sketch_keys
 from hisparse.types import StoredKV
+from tests.kernels.conftest import check_unwritten
 from tests.kernels.test_page_sketch import most_by_rounding
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +75,7 @@ def test_page_scores_are_those_of_the_scaled_query(
     size = torch.maximum((q * high).abs(), (q * low).abs()).sum(-1).amax(2).transpose(1, 2)
     present = (torch.arange(81) < num_pages[:, None])[:, None].expand_as(scores)
     assert scores.dtype == torch.float32
-    assert (scores[~present] == -torch.inf).all()
+    check_unwritten(impl, scores, ~present)
     assert ((scores - expected).abs() <= 2e-6 * size)[present].all()
 
 
@@ -117,7 +118,7 @@ def test_sketch_scores_are_those_of_the_scaled_query(
     own = own.repeat_interleave(q_heads // 2, dim=2)
     expected = torch.einsum("bhd,bphsd->bhps", SCALE * query.double(), own).logsumexp(-1)
     present = (torch.arange(80) < num_pages[:, None])[:, None].expand_as(scores)
-    assert (scores[~present] == -torch.inf).all()
+    check_unwritten(impl, scores, ~present)
     slack = 1e-3 + most_by_rounding(SCALE * query.float(), sketches, table, layout, impl)
     assert ((scores - expected).abs() <= slack)[present].all()
 
@@ -162,7 +163,8 @@ def test_tail_pages_are_scored_exactly(
     tail = TailPages(stored, pages, lens)
     given = (query, sketches, table, table[:, 0], layout)
     scores, lse = sketch_score(*given, scale=SCALE, tail=tail, impl=impl)
-    assert_close(scores, sketch_score(*given, scale=SCALE, impl=impl), rtol=0, atol=0)
+    alone = sketch_score(*given, scale=SCALE, impl=impl)
+    assert_close(scores[..., :1], alone[..., :1], rtol=0, atol=0)
     own = keys[pages.long()].view(batch, rows * heads, size, dim)
     own = own.repeat_interleave(4 // own.shape[1], dim=1).double()
     logits = torch.einsum("bhd,bhsd->bhs", SCALE * query.double(), own)

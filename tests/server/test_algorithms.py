@@ -24,10 +24,9 @@ FOUR = [0, 2, 4, 5]
 QUERY_WINDOW = 48
 
 CASES: dict[str, dict[str, Any]] = {
-    "quest-bfloat16-prefetch": {
+    "quest-bfloat16": {
         "algorithm": "quest",
         "algorithm_config": {"summary_dtype": "bfloat16"},
-        "prefetch": {"min_cosine": 0.5},
     },
     "snapkv": {"algorithm": "snapkv", "algorithm_config": {"window": QUERY_WINDOW}},
     "streaming": {"algorithm": "streaming"},
@@ -41,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
 }
 #: What ``make test`` runs.
-USUAL = ("quest-bfloat16-prefetch", "snapkv", "dipr", "sketch", "reuse-layers")
+USUAL = ("quest-bfloat16", "snapkv", "dipr", "sketch", "reuse-layers")
 COMMON = SMALL_ROWS | {"device_memory": "64MB", "checked": True}
 
 
@@ -69,12 +68,6 @@ def test_four_at_once_answer_as_alone_and_leave_nothing_behind(
     hits, misses = server.counted("hit_pages", "miss_pages")
     assert hits > 0
     assert misses > 0
-    if "prefetch" in server.case:
-        known, corrected, prefetched = server.counted(
-            "prefetched_selections", "corrected_selections", "prefetched_pages"
-        )
-        assert 0 < corrected < known
-        assert prefetched > 0
     assert_nothing_held(server)
 
 

@@ -129,7 +129,6 @@ REFUSED: list[Refused] = [
         for flag in ("--enable-multi-layer-eagle", "--enable-mixed-chunk",
                      "--speculative-draft-kv-cache-dtype fp8_e4m3")
     ),
-    (NGRAM, {"prefetch": True}, apart(NGRAM, "prefetch", "no extension")),
     (NGRAM, {"tail_estimate": True}, apart(NGRAM, "tail_estimate", "no extension")),
     (NGRAM, {"overlap": True}, apart(NGRAM, "overlap: true", "overlap: false")),
     (NGRAM, STORE, apart(NGRAM, "storage", "no storage")),

@@ -43,7 +43,7 @@ def test_a_prefill_server_keeps_the_keys_of_an_indexer() -> None:
 
 
 def test_a_decode_server_selects_as_it_is_told() -> None:
-    keys: dict[str, Any] = {"algorithm": "quest", "selection_scope": "layer", "prefetch": True}
+    keys: dict[str, Any] = {"algorithm": "quest", "selection_scope": "layer", "tail_estimate": True}
     layout = {"host_layout": "layer_first"}
     assert config_in("decode", **keys) == HiSparseConfig.from_dict(keys | layout)
 

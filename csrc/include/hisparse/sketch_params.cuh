@@ -18,7 +18,7 @@ struct SketchScoreParams {
   int64_t sketch_page, sketch_head;  // bytes
   int32_t num_host_pages, heads, kv_heads, width;
   int32_t tiles;              // of each KV head's queries
-  int32_t pages_per_block;
+  int32_t pages_per_block;    // at least
   float scale;
   SketchLayout layout;
   TailParams tail;            // without keys: no block is for tail pages

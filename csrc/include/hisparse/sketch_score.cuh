@@ -20,17 +20,20 @@ __global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlock
   const int64_t first_head = int64_t{head} * group + member;
   const int64_t row = int64_t{request} * p.heads + first_head;
   const NumberRows query = p.query.from(request * p.query_request, first_head);
-  int32_t run = static_cast<int32_t>(blockIdx.y);
+  int32_t run = static_cast<int32_t>(blockIdx.y), runs = static_cast<int32_t>(gridDim.y);
   if (p.tail.keys.data != nullptr) {
     if (run == 0) {
       find_tail_lse(p.tail, query, present, p.layout.dim, request, head, p.kv_heads, p.scale,
                     p.tail.lse + row);
       return;
     }
-    --run;
+    --run, --runs;
   }
   const int32_t count = min(p.num_pages[request], p.width);
-  const int32_t start = run * p.pages_per_block, end = min(start + p.pages_per_block, p.width);
+  const int32_t step = num_threads() / kWarp * kBatch;
+  const int32_t each = max(p.pages_per_block, (count + runs * step - 1) / (runs * step) * step);
+  const int32_t start = run * each, end = min(start + each, count);
+  if (start >= end) return;
   const SketchScoreShared sizes{Layout(p.layout).get(), Scorer::kQueries, kParts};
   char* shared = dynamic_shared();
   char* own = shared + sizes.warps() + warp_id() * sizes.warp_bytes();
@@ -43,18 +46,14 @@ __global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlock
                 {},
                 g,
                 t};
-  // A captured step has blocks for the longest context.
-  if (start < count) {
-    load_queries(query, p.scale, sizes, present, shared);
-    scorer.clear_order();
-    __syncthreads();  // The queries are there.
+  load_queries(query, p.scale, sizes, present, shared);
+  scorer.clear_order();
+  __syncthreads();  // The queries are there.
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      const auto* factors = reinterpret_cast<const float*>(shared + sizes.factors());
-      scorer.factors[i / 2][i % 2] = factors[i / 2 * kTileQueries + 2 * t + i % 2];
-    }
+  for (int i = 0; i < 2 * kTiles; ++i) {
+    const auto* factors = reinterpret_cast<const float*>(shared + sizes.factors());
+    scorer.factors[i / 2][i % 2] = factors[i / 2 * kTileQueries + 2 * t + i % 2];
   }
-  const int32_t step = num_threads() / kWarp * kBatch;
   const int32_t* table = p.host_pages + request * p.table_row;
   const auto find = [&](int32_t first, int32_t(&found)[2]) {
     found[0] = first + g < count ? table[first + g] : 0;
@@ -62,12 +61,12 @@ __global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlock
   };
   int32_t first = start + warp_id() * kBatch, next[2];
   find(first, next);
-  if (first < min(count, end)) scorer.fetch(next, head, 0);
+  if (first < end) scorer.fetch(next, head, 0);
   end_copies();
   // Read a batch ahead of its copy, which needs them at once.
   find(first + step, next);
   for (int stage = 0; first < end; first += step, stage ^= 1) {
-    if (first + step < min(count, end)) scorer.fetch(next, head, stage ^ 1);
+    if (first + step < end) scorer.fetch(next, head, stage ^ 1);
     end_copies();
     find(first + 2 * step, next);
     wait_for_copies<1>();

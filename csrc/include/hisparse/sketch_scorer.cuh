@@ -372,24 +372,22 @@ struct SketchScorer {
   __device__ void score(int32_t first, int32_t count, const uint8_t* stage, float* out,
                         int32_t present) const {
     float base[kTiles][4] = {}, weights[2][kTiles][2] = {};
-    if (first < count) {
-      add_bases(stage, base);
-      if (layout().num_channels > 0) {
-        find_weights(stage, weights);
-      } else {
-        const float size = log_of_two(static_cast<float>(layout().page_size));
+    add_bases(stage, base);
+    if (layout().num_channels > 0) {
+      find_weights(stage, weights);
+    } else {
+      const float size = log_of_two(static_cast<float>(layout().page_size));
 #pragma unroll
-        for (int i = 0; i < 4 * kTiles; ++i) weights[i / (2 * kTiles)][i / 2 % kTiles][i % 2] = size;
-      }
+      for (int i = 0; i < 4 * kTiles; ++i) weights[i / (2 * kTiles)][i / 2 % kTiles][i % 2] = size;
     }
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) {
       const int upper = i % 2, tile = i / 2 % kTiles, column = i / (2 * kTiles);
       const int32_t page = first + g + 8 * upper, query = tile * kTileQueries + 2 * t + column;
-      if (query >= present || page >= p.width) continue;
+      if (query >= present || page >= count) continue;
       const float score = fmaf(base[tile][2 * upper + column], factors[tile][column] * 64.0f,
                                weights[upper][tile][column]);
-      out[int64_t{query} * p.width + page] = page < count ? score * kLn2 : -INFINITY;
+      out[int64_t{query} * p.width + page] = score * kLn2;
     }
   }
 };

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import ClassVar, NamedTuple, get_args
@@ -18,6 +18,9 @@ from hisparse.config import FORMATS
 from hisparse.errors import HiSparseError
 from hisparse.kernels import dequantize, quantize
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
+
+#: ``BackendAdapter.attend``.
+Attend = Callable[[Tensor, StoredKV, Tensor, Tensor, AttentionRule], Attended]
 
 
 class StoredPart(NamedTuple):
@@ -197,25 +200,17 @@ class KVFormat(ABC):
         """
         return stored, pages
 
-    def attend(
-        self,
-        adapter: BackendAdapter,
-        q: Tensor,
-        stored: StoredKV,
-        page_table: Tensor,
-        seq_lens: Tensor,
-        rule: AttentionRule,
-        max_pages: int,
-    ) -> Attended:
-        """Attend ``q [R, Q, D]`` over device pages; the arguments are those of ``adapter.attend``.
+    def attend_with(self, adapter: BackendAdapter, max_pages: int) -> Attend:
+        """What attends ``q [R, Q, D]`` over device pages: it is called as ``adapter.attend``.
 
         Args:
+            adapter: the attention library.
             max_pages: the most full pages of a selection: what is decoded at once, if anything is.
         """
-        return adapter.attend(q, stored, page_table, seq_lens, rule)
+        return adapter.attend
 
     def attend_bytes(self, max_pages: int) -> int:
-        """Device memory that :meth:`attend` takes for each request."""
+        """Device memory that :meth:`attend_with`'s attention takes for each request."""
         return 0
 
 

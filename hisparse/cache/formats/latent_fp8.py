@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter, merge_attended
+from hisparse.cache.formats.base import Attend
 from hisparse.cache.formats.latent import LatentFormat
 from hisparse.config import LATENT_FORMATS
 from hisparse.kernels import LatentRow, decode_latents, encode_latents
@@ -61,15 +62,18 @@ class LatentFP8(LatentFormat):
         decode_latents(pages, table, self.row, out.k.view(len(table), -1, self.row.width))
         return out
 
-    def attend(
+    def attend_with(self, adapter: BackendAdapter, max_pages: int) -> Attend:
+        return partial(self._attend, adapter, max_pages)
+
+    def _attend(
         self,
         adapter: BackendAdapter,
+        max_pages: int,
         q: Tensor,
         stored: StoredKV,
         page_table: Tensor,
         seq_lens: Tensor,
         rule: AttentionRule,
-        max_pages: int,
     ) -> Attended:
         """Decode the pages of a table and attend over them: every adapter of latents can.
 

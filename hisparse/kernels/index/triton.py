@@ -169,9 +169,8 @@ def _score_kernel(
     page = block * TOKENS + tl.arange(0, TOKENS)
     target = scores + request * width + page
     count = tl.load(num_pages + request)
+    # A captured step has programs for the longest context.
     if block * TOKENS > count:
-        # A captured step has programs for the longest context.
-        tl.store(target, tl.full((TOKENS,), -float("inf"), tl.float32), mask=page < width)
         return
     head, dim = tl.arange(0, const.heads_block), tl.arange(0, const.dim_block)
     there = (head < const.heads)[:, None] & (dim < const.dim)[None, :]
@@ -193,7 +192,7 @@ def _score_kernel(
         product = tl.sum(q * new[None, :], axis=1)
         own = tl.sum(tl.where(product < 0, 0.0, product) * weight, axis=0)
         found = tl.where(page == count, own, found)
-    tl.store(target, tl.where(page <= count, found, -float("inf")), mask=page < width)
+    tl.store(target, found, mask=(page <= count) & (page < width))
 
 
 @triton.jit

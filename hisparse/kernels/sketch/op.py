@@ -281,9 +281,9 @@ def sketch_score(
         impl: "auto", or an implementation's name.
 
     Returns:
-        ``[B, Hq, P] float32``, -inf beyond a request's pages; higher is more attention. With
-        ``tail`` also the log-sum-exp of the logits of the tail page's tokens ``[B, Hq] float32``,
-        whose keys are exact.
+        ``[B, Hq, P] float32``, higher is more attention; scores from ``num_pages`` on mean nothing.
+        With ``tail`` also the log-sum-exp of the logits of the tail page's tokens
+        ``[B, Hq] float32``, whose keys are exact.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device, or a page is beyond the sketches.
@@ -314,7 +314,7 @@ def outline_score(
         impl: "auto", or an implementation's name.
 
     Returns:
-        ``[B, Hq, P] float32``, -inf beyond a request's pages.
+        ``[B, Hq, P] float32``; scores from ``num_pages`` on mean nothing.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device, or a page is beyond the outlines.

@@ -38,9 +38,7 @@ def sketch_score(
     own = sketch_keys(sketches[host_page_table.long()], layout)
     grouped = query.unflatten(1, (own.shape[2], -1))
     scores = torch.einsum("bhgd,bphsd->bhgps", grouped, own).logsumexp(-1).flatten(1, 2)
-    page = torch.arange(scores.shape[-1], device=scores.device)
-    masked: Tensor = scores.masked_fill((page >= num_pages[:, None])[:, None], -torch.inf)
-    return masked, None if tail is None else tail_lse(query, tail, paged_attention)
+    return scores, None if tail is None else tail_lse(query, tail, paged_attention)
 
 
 def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:
@@ -100,10 +98,8 @@ def outline_score(
     """See :func:`hisparse.kernels.outline_score`."""
     values = outline_values(outlines[host_page_table.long()], query.shape[-1])
     grouped = query.unflatten(1, (values.shape[2], -1))
-    scores = torch.einsum("bhgd,bphd->bhgp", grouped, values).flatten(1, 2)
-    page = torch.arange(scores.shape[-1], device=scores.device)
-    masked: Tensor = scores.masked_fill((page >= num_pages[:, None])[:, None], -torch.inf)
-    return masked
+    scores: Tensor = torch.einsum("bhgd,bphd->bhgp", grouped, values).flatten(1, 2)
+    return scores
 
 
 def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:

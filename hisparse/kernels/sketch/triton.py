@@ -238,7 +238,11 @@ def _outline_kernel(
     head, part = tl.program_id(1) // const.parts, tl.program_id(1) % const.parts
     request = tl.program_id(2).to(tl.int64)
     page = tl.program_id(0) * const.pages + tl.arange(0, const.pages)
-    present = page < tl.load(num_pages + request)
+    count = tl.load(num_pages + request)
+    # A captured step has programs for the longest context.
+    if tl.program_id(0) * const.pages >= count:
+        return
+    present = page < count
     entry = table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
     source = (outline_data + host_page * stride_page + head * stride_head)[:, None]
@@ -257,6 +261,5 @@ def _outline_kernel(
         own = (member < const.group)[None, :] & (dim < const.dim)[:, None]
         q = tl.load(query + row[None, :] * const.dim + dim[:, None], mask=own, other=0.0)
         products += tl.dot(values, q, input_precision="ieee")
-    there = (member < const.group)[None, :] & (page < width)[:, None]
-    score = tl.where(present[:, None], products, -float("inf"))
-    tl.store(scores + row[None, :] * width + page[:, None], score, mask=there)
+    there = (member < const.group)[None, :] & present[:, None]
+    tl.store(scores + row[None, :] * width + page[:, None], products, mask=there)

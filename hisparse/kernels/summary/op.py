@@ -126,7 +126,7 @@ def page_score(
         impl: "auto", or an implementation's name.
 
     Returns:
-        ``[B, Hq, P] float32``, -inf beyond a request's pages; higher is more critical.
+        ``[B, Hq, P] float32``, higher is more critical; scores from ``num_pages`` on mean nothing.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device.

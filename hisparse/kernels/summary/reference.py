@@ -58,10 +58,8 @@ def page_score(
     signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
     signed = signed.unflatten(1, (kv_heads, -1))
     bounds = (signed @ own.permute(0, 2, 3, 1)).flatten(1, 2)
-    scores = bounds.unflatten(-1, (-1, ranges)).amax(-1)
-    page = torch.arange(scores.shape[-1], device=scores.device)
-    masked: Tensor = scores.masked_fill_((page >= num_pages[:, None])[:, None], -torch.inf)
-    return masked
+    scores: Tensor = bounds.unflatten(-1, (-1, ranges)).amax(-1)
+    return scores
 
 
 def _scaled_to_fp8(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:

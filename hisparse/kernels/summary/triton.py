@@ -189,11 +189,9 @@ def _score_kernel(
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     row = request * q_heads + head * const.group + member
     target = scores + row[None, :] * width + page[:, None]
-    inside = asked[None, :] & (page < width)[:, None]
     count = tl.load(num_pages + request)
+    # A captured step has programs for the longest context.
     if tl.program_id(0) * PAGES >= count:
-        # A captured step has programs for the longest context.
-        tl.store(target, tl.full((PAGES, QUERIES), -float("inf"), tl.float32), mask=inside)
         return
     present = page < count
     entry = table + request * stride_table + page * stride_entry
@@ -216,8 +214,7 @@ def _score_kernel(
             own = (host_page * const.ranges + part) * kv_heads + head
             bound *= tl.load(scales + own, mask=present)[:, None]
         best = tl.maximum(best, bound, propagate_nan=tl.PropagateNan.ALL)
-    best = tl.where(present[:, None], best * factor[None, :], -float("inf"))
-    tl.store(target, best, mask=inside)
+    tl.store(target, best * factor[None, :], mask=asked[None, :] & present[:, None])
 
 
 @triton.jit

@@ -57,19 +57,7 @@ def in_orders(operation: Operation) -> Callable[..., Any]:
     if function is None:
         return operation.function("reference")
 
-    def run(*args: Any) -> Any:
-        def call() -> Any:
-            result = function(*args)
-            if operation.name == "promote_tail":
-                # In place of what it leaves uninitialised.
-                filled = args[2].view(len(args[1]), -1)[:, 0]
-                for copy in result:
-                    copy[~filled] = 0
-            return result
-
-        return in_all_orders(call, written(operation, args))
-
-    return run
+    return lambda *args: in_all_orders(lambda: function(*args), written(operation, args))
 
 
 def written(operation: Operation, args: tuple[Any, ...]) -> list[Tensor]:

@@ -119,11 +119,7 @@ SCENARIOS = (
     ),
     Scenario(name="sketch"),
     Scenario(name="sketch, retractions", chunks=False, retracts=True),
-    Scenario(
-        name="quest, prefetch",
-        model="qwen2",
-        config={"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
-    ),
+    Scenario(name="quest", model="qwen2", config={"algorithm": "quest"}),
     Scenario(name="sketch, mixed chunk", flags=("--enable-mixed-chunk",)),
     Scenario(
         name="replicas, retractions",
