@@ -95,8 +95,9 @@ class BaseSparseAlgorithm(ABC):
     #: ``hisparse plan`` estimates times with it. The default is that of ``summarize`` and ``score``
     #: of one operator or two.
     captured_launches: ClassVar[int] = 11
-    #: Instructions that scoring starts for each KiB of representations; 0: not counted.
-    score_instructions: ClassVar[int] = 0
+    #: Operations that score pages and that store a full page's representation, if ``hisparse plan``
+    #: knows the times of their kernels (``hisparse/plan/kernel_costs.json``); else it counts bytes.
+    kernels: ClassVar[tuple[str, ...]] = ()
 
     @property
     def query_window(self) -> int:

@@ -32,7 +32,7 @@ class Quest(RankedPagesAlgorithm):
     """
 
     captured_launches: ClassVar[int] = 8
-    score_instructions: ClassVar[int] = 89
+    kernels: ClassVar[tuple[str, ...]] = ("page_score", "page_summary")
 
     ranges: int = 4
     summary_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] | None = None

@@ -48,7 +48,7 @@ class Sketch(BaseSparseAlgorithm):
     """
 
     captured_launches: ClassVar[int] = 8
-    score_instructions: ClassVar[int] = 380
+    kernels: ClassVar[tuple[str, ...]] = ("sketch_score", "page_sketch")
 
     detail: float = 0.3125
     economy: bool = False

@@ -1,7 +1,8 @@
-"""Time per token, dense and with hisparse: an estimate from bytes and launches, not a measurement.
+"""Time per token, dense and with hisparse: an estimate, not a measurement.
 
-A kernel takes the time in which it reads its bytes, and a constant for its launch. The kernels of a
-step, which is captured in a CUDA graph, run one after the other.
+A kernel takes the time in which it moves its bytes, or the time of its instructions if that is
+longer, and a constant for its launch. The kernels of a step, which is captured in a CUDA graph, run
+one after the other.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors, make_policy
 from hisparse.engine.capabilities import choose_scope, row_tokens
 from hisparse.engine.modes import AttentionModes
+from hisparse.plan.kernel_costs import gather_us, instructions_us
 from hisparse.types import KVSpec
 
 
@@ -25,13 +27,11 @@ class Hardware(NamedTuple):
 
     Attributes:
         hbm: GB/s at which kernels read device memory.
-        clocks: of all SMs in a second, in 1e9.
         read: GB/s at which kernels read host memory.
         write: GB/s at which kernels write host memory.
     """
 
     hbm: float
-    clocks: float
     read: float
     write: float
 
@@ -40,20 +40,16 @@ class Hardware(NamedTuple):
 #: FlashInfer reaches 3.0 of 3.35 TB/s on an H100. ``read`` and ``write`` are those of
 #: NVIDIA/nvbandwidth, issues 24 (PCIe 5) and 23 (GH200; writes: arXiv 2407.07850).
 GPUS: Final[Mapping[str, Hardware]] = {
-    "h100": Hardware(hbm=3000, clocks=132 * 1.755, read=35.2, write=52.8),
-    "h100-pcie": Hardware(hbm=1800, clocks=114 * 1.755, read=35.2, write=52.8),
-    "h200": Hardware(hbm=4320, clocks=132 * 1.755, read=35.2, write=52.8),
-    "b200": Hardware(hbm=6900, clocks=148 * 1.755, read=35.2, write=52.8),
-    "gh200": Hardware(hbm=3000, clocks=132 * 1.755, read=342, write=297),
-    "gb200": Hardware(hbm=6900, clocks=148 * 1.755, read=342, write=297),
+    "h100": Hardware(hbm=3000, read=35.2, write=52.8),
+    "h100-pcie": Hardware(hbm=1800, read=35.2, write=52.8),
+    "h200": Hardware(hbm=4320, read=35.2, write=52.8),
+    "b200": Hardware(hbm=6900, read=35.2, write=52.8),
+    "gh200": Hardware(hbm=3000, read=342, write=297),
+    "gb200": Hardware(hbm=6900, read=342, write=297),
 }
-#: us from the start of a small kernel to that of the next one ("Look Ma, No Bubbles", 2025), and of
-#: the smallest attention kernel (vllm-project/flash-attention, pull request 63).
+#: us from the start of an empty kernel to the next one ("Look Ma, No Bubbles", 2025), and of the
+#: smallest dense attention (vllm-project/flash-attention, pull request 63).
 _LAUNCH_US, _ATTENTION_US = 2.0, 11.0
-#: Instructions that an SM starts in a clock: half of the most that it can, since scoring kernels
-#: wait for shared memory and matrix products. Not measured.
-_STARTS: Final = 2.0
-
 #: With representations in host memory, whose candidates PyTorch's operators collect.
 _ECONOMY_LAUNCHES: Final = 44
 #: Fewer in a layer without a selection of its own; dense attention.
@@ -140,7 +136,7 @@ class _StepTimes:
         kept = kept_tensors(config, algorithm, policy)
         self._score_bytes = batch * pages * entry_bytes(kept, "page")
         self._host_bytes = batch * min(pages, candidates) * entry_bytes(kept, "page", "host")
-        self._score_instructions = algorithm.score_instructions
+        self._kernels, self._pages = algorithm.kernels, pages
         counted = _ECONOMY_LAUNCHES if self._host_bytes else algorithm.captured_launches
         self._launches = counted + self._format.captured_launches
 
@@ -148,38 +144,56 @@ class _StepTimes:
         """Time of a layer with hisparse."""
         spec, context = self._spec, self._context
         token_bytes = self._batch * self._format.layer_token_bytes
-        write = _us(token_bytes, self._hardware.write)
-        kernels, scores, gather = self._launches - _SELECT_LAUNCHES, 0.0, 0.0
+        write = max(_us(token_bytes, self._hardware.write), self._kernel_us("append_tokens"))
+        kernels, selecting, gather = self._launches - _SELECT_LAUNCHES, 0.0, 0.0
         if window := spec.window(layer):
-            attention = self._attention_us(min(window, context) * self._row_bytes)
+            attended = min(window, context)
         elif layer in self._modes.dense_layers or self._modes.is_dense(np.array([context]))[0]:
-            attention = self._attention_us(context * self._row_bytes)
+            attended = context
             if not self._resident:
                 gather = _us(context * token_bytes, self._hardware.read)
         else:
             attended = min(context, (self._selected + 1) * spec.page_size)
-            attention = self._attention_us(attended * self._row_bytes)
-            misses = (1 - self.hit_ratio) * self._selected * spec.page_size
-            gather = _us(misses * self._row_bytes, self._hardware.read)
+            gather = self._gather_us(1 - self.hit_ratio)
             if self._modes.selects(layer):
-                kernels, scores = self._launches, self._scores_us()
-        return kernels * _LAUNCH_US + scores + gather + attention + write
+                kernels, selecting = self._launches, self._selecting_us()
+        attention = self._kernel_us("paged_attention", attended / spec.page_size)
+        attention = max(attention, _us(attended * self._row_bytes, self._hardware.hbm))
+        other = self._kernel_us("diff_tables") + self._full_us()
+        return kernels * _LAUNCH_US + write + selecting + gather + attention + other
 
     def dense_layer_us(self, layer: int) -> float:
         """Time of a layer without hisparse."""
         spec = self._spec
         tokens = self._batch * min(spec.window(layer) or self._context, self._context)
-        attention = self._attention_us(tokens * self._format.dense_token_bytes // spec.num_layers)
+        num_bytes = tokens * self._format.dense_token_bytes // spec.num_layers
+        attention = max(_ATTENTION_US, _us(num_bytes, self._hardware.hbm))
         return _DENSE_LAUNCHES * _LAUNCH_US + attention
 
-    def _scores_us(self) -> float:
-        starts = self._score_bytes / 1024 * self._score_instructions
-        issue = starts / (1000 * _STARTS * self._hardware.clocks)
-        on_device = max(_us(self._score_bytes, self._hardware.hbm), issue)
-        return on_device + _us(self._host_bytes, self._hardware.read)
+    def _selecting_us(self) -> float:
+        """Scores and the choice among them."""
+        score = _us(self._score_bytes, self._hardware.hbm)
+        select = 0.0
+        if self._kernels:
+            score = max(score, self._kernel_us(self._kernels[0]))
+            select = self._kernel_us("select")
+        return score + select + _us(self._host_bytes, self._hardware.read)
 
-    def _attention_us(self, num_bytes: int) -> float:
-        return max(_ATTENTION_US, _us(num_bytes, self._hardware.hbm))
+    def _gather_us(self, missing: float) -> float:
+        """Pages that are missing, a share of those that are selected."""
+        tokens = missing * self._selected * self._spec.page_size
+        link = _us(tokens * self._row_bytes, self._hardware.read)
+        return max(link, gather_us(missing, self._spec.head_dim, self._batch))
+
+    def _full_us(self) -> float:
+        """Full tail pages, on average: each request has one in S steps."""
+        stores = self._kernel_us(self._kernels[1]) if self._kernels else 0.0
+        steps = min(1.0, self._batch / self._spec.page_size)
+        return steps * (self._kernel_us("promote_tail") + stores)
+
+    def _kernel_us(self, name: str, pages: float | None = None) -> float:
+        pages = self._pages if pages is None else pages
+        return instructions_us(name, self._spec.head_dim, pages, self._batch)
 
 
 def _us(num_bytes: float, gb_s: float) -> float:

@@ -26,7 +26,7 @@ from tests.fake_cuda.device import fake_cuda
 from tests.fake_cuda.engine import FakeEngine, model
 from tests.fake_cuda.launches import Launch
 
-__all__ = ["SHORT", "WHOLE", "Setting", "Variant", "variants"]
+__all__ = ["SHORT", "WHOLE", "Setting", "Variant", "variant_of", "variants"]
 
 
 @dataclass(frozen=True)
@@ -186,12 +186,12 @@ def variants(settings: tuple[Setting, ...], capability: tuple[int, int]) -> list
             for forward in forwards:
                 forward()
                 found |= {
-                    _variant(each, arch): None for each in launches.all if each.kernel is not None
+                    variant_of(each, arch): None for each in launches.all if each.kernel is not None
                 }
     return list(found)
 
 
-def _variant(launch: Launch, arch: int) -> Variant:
+def variant_of(launch: Launch, arch: int) -> Variant:
     """As ``triton.JITFunction.run`` finds it."""
     kernel, arguments = launch.kernel, dict(launch.arguments)
     backend = make_backend(GPUTarget("cuda", arch, 32))

@@ -94,33 +94,45 @@ def compile_one(variant: Variant, arch: int) -> Usage:
         constexprs=dict(variant.constants),
         attrs={at: [["tt.divisibility", by]] for at, by in variant.attributes},
     )
+    target = GPUTarget("cuda", arch, 32)
+    try:
+        cubin, log, metadata = compiled_with_report(source, target, dict(variant.options))
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return Usage(str(variant), arch, error=f"does not compile: {lines[-1]}")
+    registers, spills = reported(log)
+    instructions, loop = hot_loop(disassembled(cubin))
+    return Usage(
+        str(variant),
+        arch,
+        registers=registers,
+        spills=spills,
+        shared=metadata.shared,
+        warps=metadata.num_warps,
+        instructions=instructions,
+        loop=loop,
+    )
+
+
+def compiled_with_report(
+    source: ASTSource, target: GPUTarget, options: dict[str, Any]
+) -> tuple[bytes, str, Any]:
+    """Machine code, ptxas's report, and Triton's metadata."""
     log = io.StringIO()
     # What a cache holds has no report.
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
-        try:
-            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-                compiled = triton.compile(
-                    source, target=GPUTarget("cuda", arch, 32), options=dict(variant.options)
-                )
-        except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            return Usage(str(variant), arch, error=f"does not compile: {lines[-1]}")
-    report = log.getvalue()
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    assert len(spills) == 2, report
-    instructions, loop = hot_loop(disassembled(compiled.asm["cubin"]))
-    return Usage(
-        str(variant),
-        arch,
-        registers=int(re.findall(r"Used (\d+) registers", report)[0]),
-        spills=sum(map(int, spills)),
-        shared=compiled.metadata.shared,
-        warps=compiled.metadata.num_warps,
-        instructions=instructions,
-        loop=loop,
-    )
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            compiled = triton.compile(source, target=target, options=options)
+    return compiled.asm["cubin"], log.getvalue(), compiled.metadata
+
+
+def reported(log: str) -> tuple[int, int]:
+    """Registers of a thread and bytes of spills in what ptxas reports of one kernel."""
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    assert len(spills) == 2, log
+    return int(re.findall(r"Used (\d+) registers", log)[0]), sum(map(int, spills))
 
 
 def disassembled(cubin: bytes) -> str:

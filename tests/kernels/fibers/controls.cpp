@@ -30,6 +30,14 @@ void set_max_cluster(int64_t blocks) {
 
 void set_piece_bytes(int64_t bytes) { fibers::piece_bytes = static_cast<uintptr_t>(bytes); }
 
+void set_processors(int64_t count) {
+  fibers::max_blocks = count < 0 ? fibers::kProcessors : static_cast<int>(count);
+}
+
+void set_recorder(int64_t address) {
+  fibers::recorder = reinterpret_cast<decltype(fibers::recorder)>(address);
+}
+
 void set_races(bool recorded) { fibers::records_races = recorded; }
 
 }  // namespace
@@ -39,4 +47,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_shared_limit, set_shared_limit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_pinned, set_pinned);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_max_cluster, set_max_cluster);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_piece_bytes, set_piece_bytes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_processors, set_processors);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_recorder, set_recorder);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_races, set_races);

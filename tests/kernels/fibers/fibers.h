@@ -94,7 +94,8 @@ class Cluster;
 inline Cluster* running = nullptr;  // the cluster that runs
 inline uint64_t random_state = 1;  // set by the tests
 inline std::string failure;        // of the last launch
-inline int max_blocks = 4;         // multiprocessors that the device says it has
+constexpr int kProcessors = 4;
+inline int max_blocks = kProcessors;  // multiprocessors that the device says it has
 
 inline uint64_t random_below(uint64_t bound) {
   random_state ^= random_state << 13;

@@ -45,6 +45,10 @@ inline std::set<const void*> unpinned;  // addresses that tests say are not pinn
 inline size_t shared_limit = kSharedBytes;
 inline size_t shared_granted = 0;  // by the last cudaFuncSetAttribute
 inline int max_cluster = kMaxCluster;  // blocks; 1: the device is older than clusters
+// If set, a launch is told to it and does not run: kernel, blocks, threads, parameters, their bytes
+// and those of shared memory, and the blocks of a cluster.
+inline void (*recorder)(const void*, const unsigned*, unsigned, const void*, size_t, size_t,
+                        unsigned) = nullptr;
 inline uintptr_t piece_bytes = 0;  // pieces of page-locked memory end at multiples; 0: one piece
 
 // CUDA refuses a copy that begins in one registration and ends in another.
@@ -158,6 +162,12 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (config->dynamicSmemBytes >
       std::max<size_t>(48 * 1024, std::exchange(fibers::shared_granted, 0))) {
     return fibers::fault("more shared memory than was granted");
+  }
+  if (fibers::recorder) {
+    const unsigned blocks[] = {grid.x, grid.y, grid.z};
+    fibers::recorder(reinterpret_cast<const void*>(kernel), blocks, threads.x, &params,
+                     sizeof(Params), config->dynamicSmemBytes, each);
+    return cudaSuccess;
   }
   std::vector<unsigned> order(grid.x / each * grid.y);
   for (unsigned i = 0; i < order.size(); ++i) {
