@@ -66,7 +66,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
         # It would follow from is_available: constants would be put on a real device.
         patch.object(FakeTensorMode, "avoid_device_init", True),
         patch.object(FakeTensor, "data_ptr", address, create=True),
-        patch.object(build_cuda, "load_cuda", lambda: launches.library),
+        patch.object(build_cuda, "cuda_library", lambda: launches.library),
         patch.object(JITFunction, "run", lambda *args, **each: launches.run_triton(*args, **each)),
     ]
     zeros = allocate.zeros

@@ -27,7 +27,7 @@ def waits(name: str, kind: str, scope: SelectionScope) -> Iterator[tuple[str, li
     """What happens to requests, and the copies that waited meanwhile."""
     algorithm = algorithm_of(name)
     sizes = algorithm.page_sizes
-    # Without them in a server that verifies drafts.
+    # Servers that verify drafts have none.
     extensions = {"tail_estimate": True} if name == "sketch" else {}
     with fake_cuda() as launches:
         engine = FakeEngine(

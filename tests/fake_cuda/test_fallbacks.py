@@ -75,7 +75,7 @@ def capture(name: str, kind: str, adapter: str, *, warm_up: bool = True, **absen
     algorithm = algorithm_of(name)
     sizes = algorithm.page_sizes
     with fake_cuda() as launches, pytest.MonkeyPatch.context() as patch:
-        for module, function in ((operation, "why_no_triton"), (build_cuda, "load_cuda")):
+        for module, function in ((operation, "why_no_triton"), (build_cuda, "cuda_library")):
             if function in absent:
                 patch.setattr(module, function, lambda function=function: absent[function])
         spec = model(kind, sizes and sizes[0])
@@ -112,7 +112,7 @@ def test_steps_without_cuda_kernels_are_not(monkeypatch: pytest.MonkeyPatch) -> 
     reason = not_captured(HiSparseConfig(), "cuda")
     assert reason == "there are no CUDA kernels (no nvcc found)"
     with pytest.raises(WrongDevice, match="from cuda:0 to cpu in a captured step"):
-        capture("quest", "GQA", "triton", warm_up=False, load_cuda="no nvcc found")
+        capture("quest", "GQA", "triton", warm_up=False, cuda_library=None)
 
 
 def test_an_adapter_says_that_it_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
