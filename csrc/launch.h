@@ -48,23 +48,55 @@ class OnDevice {
     return value;
   }
 
-  // Neither waits nor allocates, so it can be captured in a graph.
+  bool has_clusters() const { return attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
+
+  // Neither waits nor allocates, so it can be captured in a graph. Blocks whose number in x divided by
+  // `cluster` is the same form a cluster. False, and nothing is launched, if the device has no place
+  // for such a cluster.
   template <typename Params>
-  void launch(const char* name, void (*kernel)(Params), dim3 grid, int threads,
-              int64_t shared_bytes, Params params) const {
+  bool launch(const char* name, void (*kernel)(Params), dim3 grid, int threads,
+              int64_t shared_bytes, Params params, unsigned cluster = 1) const {
     const size_t shared = static_cast<size_t>(shared_bytes);
     if (shared > kSharedWithoutAsking) {
       require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(shared_bytes)),
                       name);
     }
-    void* arguments[] = {&params};
-    require_success(cudaLaunchKernel(kernel, grid, dim3(static_cast<unsigned>(threads)), arguments,
-                                     shared, stream()),
-                    name);
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared;
+    config.stream = stream();
+    config.attrs = attributes;
+    if (cluster > 1) {
+      attributes[0].id = cudaLaunchAttributeClusterDimension;
+      attributes[0].val.clusterDim = {cluster, 1, 1};
+      config.numAttrs = 1;
+      int clusters = 0;  // A part of a GPU (MIG) may be smaller than a cluster.
+      require_success(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), name);
+      if (clusters == 0) return false;
+    }
+    if (begins_early()) {
+      cudaLaunchAttribute& early = attributes[config.numAttrs++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+    }
+    require_success(cudaLaunchKernelEx(&config, kernel, params), name);
+    return true;
   }
 
  private:
+  // Whether a launch may begin before the one in front of it has ended, to wait there itself:
+  // wait_for_earlier_launches(). Graphs capture such launches since CUDA 12.3. Not on GPUs of
+  // capability 12, on which capture has failed (https://github.com/sgl-project/sglang/pull/18596).
+  bool begins_early() const {
+    int driver = 0;
+    require_success(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    const int64_t major = attribute(cudaDevAttrComputeCapabilityMajor);
+    return driver >= 12030 && (major == 9 || major == 10);
+  }
+
   static constexpr size_t kSharedWithoutAsking = 48 * 1024;
   int before_ = 0, device_ = 0;
 };

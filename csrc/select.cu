@@ -6,32 +6,58 @@
 namespace hisparse {
 namespace {
 
-int64_t shared_bytes(int32_t width) {
-  return static_cast<int64_t>(sizeof(SelectShared)) + int64_t{4} * width;
+// Below it another block costs more than it gains.
+constexpr int32_t kPagesPerBlock = 1024;
+
+// With the ranks of so many pages.
+int64_t shared_bytes(int32_t pages) {
+  return static_cast<int64_t>(sizeof(SelectShared)) + int64_t{4} * pages;
 }
 
-bool fits_shared(const OnDevice& on, int32_t width) {
-  return shared_bytes(width) <= on.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+bool fits_shared(const OnDevice& on, int32_t pages) {
+  return shared_bytes(pages) <= on.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+}
+
+// Threads of each block of a selection; in a cluster at least one for each digit that is counted.
+int threads_for(int32_t width, int32_t blocks) {
+  const int least = blocks > 1 ? 1 << kClusterDigitBits : 0;
+  return std::max(least, block_threads(pages_of_block(width, blocks), kItems));
+}
+
+// Blocks for a selection: as many as the device runs at once, as far as they have enough to do.
+int32_t blocks_for(const OnDevice& on, int64_t selections, int32_t width) {
+  if (!on.has_clusters()) return 1;
+  const int64_t most = kMaxThreads * on.attribute(cudaDevAttrMultiProcessorCount);
+  int32_t blocks = 1;
+  while (blocks < kMaxCluster && width > blocks * kPagesPerBlock &&
+         selections * 2 * blocks * threads_for(width, 2 * blocks) <= most) {
+    blocks *= 2;
+  }
+  return blocks;
 }
 
 template <typename Score>
-void launch(const OnDevice& on, dim3 grid, const SelectParams& p) {
-  const int threads = block_threads(p.width, kItems);
-  if (fits_shared(on, p.width)) {
-    on.launch("select", select_kernel<Score, true>, grid, threads, shared_bytes(p.width), p);
-  } else {
-    on.launch("select", select_kernel<Score, false>, grid, threads, sizeof(SelectShared), p);
+void launch(const OnDevice& on, int64_t selections, SelectParams p) {
+  for (p.blocks = blocks_for(on, selections, p.width); p.blocks > 0; p.blocks /= 2) {
+    const int32_t pages = pages_of_block(p.width, p.blocks);
+    const bool in_shared = fits_shared(on, pages);
+    const auto kernel = in_shared ? select_kernel<Score, true> : select_kernel<Score, false>;
+    const dim3 grid(static_cast<unsigned>(selections * p.blocks));
+    if (on.launch("select", kernel, grid, threads_for(p.width, p.blocks),
+                  shared_bytes(in_shared ? pages : 0), p, static_cast<unsigned>(p.blocks))) {
+      return;
+    }
   }
 }
 
 }  // namespace
 
-// Words of scratch that a selection needs: 0 if the shared memory of the tensor's device is enough,
-// or if a head's scores are its pages' ranks.
+// Words of scratch that a selection needs: 0 if the shared memory of one block is enough, or if a
+// head's scores are its pages' ranks.
 int64_t select_scratch_words(Arguments& in) {
   const TensorView scores = in.tensor();
   if (scores.size(1) <= in.number<int64_t>()) return 0;
-  return fits_shared(OnDevice(scores), size32(scores, 2)) ? 0 : scores.size(2);
+  return fits_shared(OnDevice(scores), pages_of_block(size32(scores, 2), 1)) ? 0 : scores.size(2);
 }
 
 // After the results comes `scratch`, [B, H, words] of int32.
@@ -66,13 +92,12 @@ void select(Arguments& in) {
   p.width = size32(scores, 2);
   p.max_pages = size32(pages, 2);
   const OnDevice on(scores);
-  const dim3 grid(static_cast<unsigned>(selections));
   if (scores.dtype().bits == 32) {
-    launch<float>(on, grid, p);
+    launch<float>(on, selections, p);
   } else if (scores.dtype().code == kDLBfloat) {
-    launch<BFloat16>(on, grid, p);
+    launch<BFloat16>(on, selections, p);
   } else {
-    launch<Float16>(on, grid, p);
+    launch<Float16>(on, selections, p);
   }
 }
 

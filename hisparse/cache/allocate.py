@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 _FLAGS = 1 | 2
 #: ``CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM``.
 _SAME_ADDRESS = 91
-#: Bytes that a thread touches at a time.
-_TOUCHED_BYTES = 2**30
+#: Bytes that a thread touches at a time: PyTorch starts no threads for so few pages.
+_TOUCHED_BYTES = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ def memlock_limit() -> str:
 
 
 def _commit(tensor: Tensor) -> None:
-    """Touch every page, by all processors: CUDA would do it with one."""
+    """Touch every page, by all processors of this thread: CUDA would do it with one."""
     pieces = tensor.split(_TOUCHED_BYTES)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda piece: piece[:: mmap.PAGESIZE].zero_(), pieces))

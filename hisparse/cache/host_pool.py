@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
 from hisparse.cache.allocate import NodeRanks, zeros
 from hisparse.cache.formats import StoredPart, format_of
+from hisparse.cache.numa import near_gpu
 from hisparse.types import HostLayout, KVSpec, PagedKV, StoredKV
 
 #: Order of the dimensions in memory, slowest first, of keys and of values each.
@@ -27,7 +30,7 @@ class HostKVPool:
         num_pages: pages, including the padding page 0.
         layout: ``layer_first`` and ``page_first`` keep a token's heads together, ``page_head``
             keeps each head's page contiguous, which suits selections per head.
-        pin: page-lock the memory, so that a GPU can read it.
+        pin: page-lock the memory, so that the current GPU can read it, on its NUMA node if it fits.
         ranks: the processes of the node. Those of an MLA model share one pool, since they compute
             the same latents. Each writes all tokens: two ranks write the same bytes to the same
             place, and a rank reads what it has written itself, so no rank waits for another.
@@ -51,7 +54,8 @@ class HostKVPool:
         self._ranks = ranks if self.format.replicated else None
         self.num_pages = num_pages
         self.layout = layout
-        pools = [self._allocate(part, pin=pin) for part in self.format.parts]
+        with near_gpu(self.num_bytes) if pin else contextlib.nullcontext():
+            pools = [self._allocate(part, pin=pin) for part in self.format.parts]
         self._layers = [self.format.join(layer) for layer in zip(*pools, strict=True)]
 
     def _allocate(self, part: StoredPart, *, pin: bool) -> Tensor:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from hisparse.cache.allocate import memlock_limit, zeros
+from hisparse.cache.numa import free_bytes
 from hisparse.config import HiSparseConfig
 from hisparse.errors import CapacityError, one_line
 from hisparse.memory.host import free_host_memory
@@ -229,12 +230,14 @@ def numa(nodes: Path = _NODES) -> list[Finding]:
     """NUMA nodes and their free memory."""
     sizes = {}
     for meminfo in nodes.glob("node[0-9]*/meminfo"):
-        if match := re.search(r"MemFree:\s+(\d+) kB", meminfo.read_text()):
-            sizes[int(meminfo.parent.name.removeprefix("node"))] = 1024 * int(match[1])
+        sizes[int(meminfo.parent.name.removeprefix("node"))] = free_bytes(meminfo.parent)
     if len(sizes) < 2:
         return _ok("numa", "one node")
     message = ", ".join(f"node {node}: {format_bytes(sizes[node])} free" for node in sorted(sizes))
-    remedy = "start the server with numactl --interleave=all, or bound to the node of its GPUs"
+    remedy = (
+        "on a CPU start the server with numactl --interleave=all; the pool of a GPU is put on its "
+        "node if it fits there"
+    )
     return _warning("numa", message, remedy)
 
 

@@ -1,4 +1,9 @@
-"""What Triton kernels of several families use: operands of products, rounding, a GPU's limits."""
+"""What Triton kernels of several families use: operands of products, rounding, a GPU's limits.
+
+A kernel takes tensors with their strides as tuples, and all that it is compiled for as one named
+tuple, ``const``. Triton 3.6 reads its fields as plain numbers, so a size of a new tensor gets a
+name, ``TOKENS: tl.constexpr = const.tokens``; no field may be called ``value`` or ``type``.
+"""
 
 from __future__ import annotations
 

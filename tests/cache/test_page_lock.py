@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.cache import HostKVPool, allocate
+from hisparse.cache import HostKVPool, allocate, numa
 from hisparse.cache.allocate import zeros
 from hisparse.errors import CapacityError
 from hisparse.types import KVSpec
@@ -32,9 +32,11 @@ class FakeRuntime:
         self.fails_at = fails_at
         self.registered: dict[int, int] = {}
         self.calls: list[tuple[int, int]] = []
+        self.processors: set[int] = set()
 
     def cudaHostRegister(self, begin: int, size: int, flags: int) -> int:
         assert flags == 3, "portable and mapped"
+        self.processors = os.sched_getaffinity(0)
         if len(self.calls) == self.fails_at:
             return 2
         assert begin % PAGE == 0, "registrations share no page of the kernel"
@@ -155,7 +157,12 @@ def test_a_refused_piece(
     assert len(mappings()) <= before
 
 
-def test_a_pool_takes_the_bytes_that_were_planned(runtime: FakeRuntime) -> None:
+def test_a_pool_takes_the_bytes_that_were_planned(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is touched by the processors of the GPU's node."""
+    near = {min(os.sched_getaffinity(0))}
+    monkeypatch.setattr(numa, "pool_processors", lambda *_: (near, "near"))
     spec = KVSpec(
         num_layers=3,
         num_q_heads=4,
@@ -168,6 +175,7 @@ def test_a_pool_takes_the_bytes_that_were_planned(runtime: FakeRuntime) -> None:
     pool = HostKVPool(spec, 37, "page_head", pin=True)
     taken = sum(runtime.registered.values())
     assert pool.num_bytes <= taken < pool.num_bytes + 2 * PAGE
+    assert runtime.processors == near
     del pool
     gc.collect()
     assert not runtime.registered

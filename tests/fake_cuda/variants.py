@@ -57,14 +57,8 @@ class Variant:
     @property
     def named(self) -> dict[str, Any]:
         """The constants that the code names: the fields of the kernel's struct."""
-        given = [name for name, _ in self.signature]
-        named: dict[str, Any] = {}
-        for at, value in self.constants:
-            if isinstance(value, tuple):
-                named |= value._asdict()  # type: ignore[attr-defined]
-            elif len(at) == 1 and given[at[0]].isupper():
-                named[given[at[0]]] = value
-        return named
+        structs = [value for _, value in self.constants if isinstance(value, tuple)]
+        return {name: value for each in structs for name, value in each._asdict().items()}
 
     def __str__(self) -> str:
         """The kernel, the dtypes of its tensors, and the constants that its code names."""

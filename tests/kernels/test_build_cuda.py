@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,11 @@ from hisparse.kernels.build import cuda as _build_cuda
 from hisparse.kernels.build.ahead import build_all
 from hisparse.kernels.build.cache import put
 from hisparse.kernels.operation import OPERATIONS, Place, why_no_triton
-from scripts.compile_cuda import ARCHS, parse
+from scripts.compile_cuda import ARCHS, FLAGS, parse
 from tests.sizes import SWEEPS
 
 ROOT = Path(__file__).parents[2]
+NUM_KERNELS = 39
 
 
 @pytest.fixture
@@ -114,6 +117,56 @@ ptxas info    : Used 255 registers, used 1 barriers, 32 bytes smem"""
     assert parse("a.cu", log) == [("a.cu", "sm_90", "_Z1kv", 255, 12, 16, 32)]
 
 
+def kernels_that_run_ahead(ptx: str) -> list[str]:
+    """Kernels that jump, end or access memory before ``griddepcontrol.wait``.
+
+    Parameters do not count. A launch may begin before the ones in front of it have ended, and
+    without the instruction it would read what they have not written yet.
+    """
+    early = r"\b(?:ld(?!\.param)|st|atom|red|cp|prefetch|bra|ret|call)\b|@|\$L"
+    found = []
+    for entry in ptx.split(".entry ")[1:]:
+        before, wait, _ = entry.partition("griddepcontrol.wait;")
+        if not wait or re.search(early, before):
+            found.append(entry.split("(")[0])
+    return found
+
+
+def test_kernels_that_run_ahead_are_found() -> None:
+    code = ".entry {}(.param .b8 a_param_0[8]) {{ ld.param.u64 %r1, [a_param_0]; {} ret; }}\n"
+    wait, load = "griddepcontrol.wait;", "ld.global.u32 %r2, [%r1];"
+    bodies = {"good": wait + load, "late": load + wait, "never": load, "some": f"@%p1 {wait}"}
+    ptx = "".join(code.format(name, body) for name, body in bodies.items())
+    assert kernels_that_run_ahead(ptx) == ["late", "never", "some"]
+
+
+def test_every_kernel_waits_for_earlier_launches_first() -> None:
+    sources = [path.read_text() for path in _build_cuda.cuda_sources()[1]]
+    kernels = [text for source in sources for text in source.split("__global__")[1:]]
+    first = [re.search(r"\{\s*(.*)", text)[1] for text in kernels]
+    assert set(first) == {"wait_for_earlier_launches();"}
+
+
+@pytest.mark.sweeps
+@pytest.mark.skipif(not SWEEPS, reason="takes half a minute: make test-all PART=sweeps")
+@pytest.mark.skipif(_build_cuda.find_nvcc() is None, reason="no nvcc")
+def test_no_compiled_kernel_runs_ahead(tmp_path: Path) -> None:
+    files = _build_cuda.cuda_sources()[0]
+    includes = [f"-I{_compile.SOURCES}", f"-I{_compile.SOURCES / 'include'}"]
+    includes += _compile.binding_flags()[0]
+
+    def compiled(path: Path) -> str:
+        target = tmp_path / f"{path.stem}.ptx"
+        command = [_build_cuda.find_nvcc(), *FLAGS[:-1], "-arch=compute_90", "-ptx", str(path)]
+        subprocess.run([*command, *includes, "-o", str(target)], capture_output=True, check=True)
+        return target.read_text()
+
+    with ThreadPoolExecutor(2) as pool:
+        ptx = list(pool.map(compiled, files))
+    assert sum(text.count(".entry ") for text in ptx) == NUM_KERNELS
+    assert [name for text in ptx for name in kernels_that_run_ahead(text)] == []
+
+
 @pytest.mark.skipif(_build_cuda.find_nvcc() is None, reason="no nvcc")
 def test_a_library_is_linked_from_objects_and_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,4 +193,4 @@ def test_every_kernel_compiles_without_warnings_and_spills() -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     kernels = result.stdout.splitlines()[1:]
-    assert len(kernels) == 39 * len(ARCHS)
+    assert len(kernels) == NUM_KERNELS * len(ARCHS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -26,22 +25,24 @@ _CASES = [
     ("GQA", torch.float32),
     ("MLA", torch.bfloat16),
 ]
-WIDTHS = ("WIDTH", "FIRST", "FIRST_BLOCK", "VALUE", "VALUE_BLOCK")
+WIDTHS = ("width", "first", "first_block", "value_width", "value_block")
 
 
 def with_heads_of_256(variant: Variant, dtype: torch.dtype) -> Variant:
     """The same kernel for the widest heads, with what it is then launched with."""
     # The package offers a function of a module's name.
     module = importlib.import_module(variant.module)
-    chosen = getattr(
-        module, "chunk_options" if variant.name == "_chunk_kernel" else "launch_options"
-    )
-    options: dict[str, Any] = chosen(256, dtype, SHARED_BYTES[SMALL])
-    given = [name for name, _ in variant.signature]
-    changed = dict.fromkeys(WIDTHS, 256) | options
+    of_chunk = variant.name == "_chunk_kernel"
+    chosen = getattr(module, "chunk_options" if of_chunk else "launch_options")
+    tile, options = chosen(256, dtype, SHARED_BYTES[SMALL])
+    rows = {"rows": tile[0], "tokens": tile[1]} if of_chunk else {"tokens": tile}
+    changed = dict.fromkeys(WIDTHS, 256) | rows
     return replace(
         variant,
-        constants=tuple((at, changed.get(given[at[0]], value)) for at, value in variant.constants),
+        constants=tuple(
+            (at, value._replace(**changed) if isinstance(value, tuple) else value)
+            for at, value in variant.constants
+        ),
         options=tuple((name, options[name]) for name in ("num_warps", "num_stages")),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +35,24 @@ def test_scores_of_any_dtype_are_compared_as_they_are(impl: str, dtype: torch.dt
         assert torch.equal(got.pages, want.pages)
         assert torch.equal(got.lengths, want.lengths)
     assert counter.tolist() == [6]
+
+
+@pytest.mark.parametrize("heads", [1, 3], ids=lambda h: f"select{h}")
+def test_any_number_of_pages_that_blocks_share(impl: str, heads: int) -> None:
+    """Few values, so that equal scores lie in all blocks; some blocks have no page."""
+    generator = torch.Generator().manual_seed(heads)
+    counts, most = [2500, 2049, 33, 1000, 24, 23], 24
+    scores = torch.randint(9, (len(counts), heads, 2500), generator=generator).float() ** 2
+    forced = torch.rand(len(counts), 2500, generator=generator) < 0.002
+    for last in (False, True):
+        rule = SelectRule(heads=heads, max_pages=most, drop_last=last)
+        got = select(scores, i32(counts), rule, forced=forced, impl=impl)
+        for (row, count), head in itertools.product(enumerate(counts), range(heads)):
+            values = scores[row, head].masked_fill(forced[row], torch.inf)[:count].tolist()
+            best = sorted(range(count), key=lambda page: (-values[page], page))[:most]
+            kept = sorted(page for page in best if not last or page != count - 1)
+            assert got.pages[row, head].tolist() == kept + [-1] * (most - len(kept))
+            assert got.lengths[row, head] == len(kept)
 
 
 @DTYPES

@@ -120,7 +120,7 @@ def compile_one(variant: Variant, arch: int) -> Usage:
         warps=compiled.metadata.num_warps,
         instructions=instructions,
         loop=loop,
-        error=ptx_fault(compiled.asm["ptx"], merges="SPLIT=1" in str(variant)),
+        error=ptx_fault(compiled.asm["ptx"], merges=bool(variant.named.get("split"))),
     )
 
 

@@ -1,9 +1,7 @@
 // A block-wide operation: number flagged elements in their order.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <cstdint>
+#include "hisparse/ptx.cuh"
 
 namespace hisparse {
 
@@ -14,11 +12,6 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Elements of a tile per thread: their loads overlap, and one barrier serves all of them.
 constexpr int kItems = 4;
-
-__device__ inline char* dynamic_shared() {
-  extern __shared__ __align__(16) char dynamic_shared_memory[];
-  return dynamic_shared_memory;
-}
 
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }

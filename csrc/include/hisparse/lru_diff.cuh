@@ -332,6 +332,7 @@ struct LruDiffLaunch {
 template <bool kInShared, typename Outputs>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     lru_diff_kernel(const __grid_constant__ LruDiffLaunch<Outputs> launch) {
+  wait_for_earlier_launches();
   const LruDiffParams& p = launch.diff;
   const Outputs& out = launch.out;
   const int32_t r = static_cast<int32_t>(blockIdx.x), request = r / p.rows_per_table;

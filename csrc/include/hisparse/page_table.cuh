@@ -30,6 +30,7 @@ struct PageTableParams {
 // blockIdx.x is the row.
 __global__ void __launch_bounds__(kMaxThreads, 1)
     page_table_kernel(const __grid_constant__ PageTableParams p) {
+  wait_for_earlier_launches();
   const int64_t r = blockIdx.x, row = p.rows[r];
   for (int32_t i = threadIdx.x; i < p.width; i += num_threads()) {
     p.table[r * p.table_stride + i] = p.device_pages.at(row, p.slots[r * p.slots_stride + i]);

@@ -1,6 +1,6 @@
-// Instructions that C++ has no name for: matrix products of a warp, copies to shared memory that a
-// warp does not wait for, arithmetic on two float16 numbers in a register, and accesses to a number
-// that others access at the same time.
+// What C++ has no name for: a block's shared memory and that of its neighbours, the order of launches,
+// matrix products of a warp, copies to shared memory that a warp does not wait for, arithmetic on two
+// float16 numbers in a register, and accesses to a number that others access at the same time.
 //
 // tests/kernels/fibers/hisparse/ptx.cuh has the same functions in C++.
 #pragma once
@@ -10,6 +10,56 @@
 #include <cstdint>
 
 namespace hisparse {
+
+__device__ inline char* dynamic_shared() {
+  extern __shared__ __align__(16) char dynamic_shared_memory[];
+  return dynamic_shared_memory;
+}
+
+__device__ inline uint32_t shared_address(const void* at) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
+
+// Every thread of every kernel calls it before anything else, since a launch may begin before the ones
+// in front of it have ended (launch.h). Returns when they have ended and what they wrote is visible.
+// Then the next launch may begin, and do nothing but wait in turn.
+__device__ inline void wait_for_earlier_launches() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// A barrier of all threads of the blocks of a cluster, and so of this block's: what they wrote to
+// shared memory before it is visible after it. Before sm_90 a block has no cluster.
+__device__ inline void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// What block `block` of the cluster has in its shared memory where this one has `own`.
+__device__ inline uint32_t word_of_block(const void* own, int block) {
+  uint32_t out;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n\t.reg .b32 at;\n\tmapa.shared::cluster.u32 at, %1, %2;\n\t"
+               "ld.shared::cluster.u32 %0, [at];\n\t}"
+               : "=r"(out)
+               : "r"(shared_address(own)), "r"(block)
+               : "memory");
+#else
+  out = *static_cast<const uint32_t*>(own);
+#endif
+  return out;
+}
+__device__ inline int32_t of_block(const int32_t& own, int block) {
+  return static_cast<int32_t>(word_of_block(&own, block));
+}
+__device__ inline float of_block(const float& own, int block) {
+  return __uint_as_float(word_of_block(&own, block));
+}
 
 // A number that other threads of the block may write meanwhile: one of their values, or the old one.
 __device__ inline int32_t load_relaxed(const int32_t* at) {
@@ -54,10 +104,6 @@ __device__ inline float log_of_two(float x) {
   float out;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return out;
-}
-
-__device__ inline uint32_t shared_address(const void* at) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(at));
 }
 
 // Matrices of 8 x 8 float16 numbers, transposed: lane i gives the address of row i % 8, 16 bytes, of

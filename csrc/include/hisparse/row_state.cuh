@@ -75,6 +75,7 @@ __device__ void copy_tail(const PromoteTailParams& p, int32_t r, int32_t tail) {
 template <typename Unit>
 __global__ void __launch_bounds__(kTransferThreads)
     promote_tail_kernel(const __grid_constant__ PromoteTailParams p) {
+  wait_for_earlier_launches();
   const int32_t r = static_cast<int32_t>(blockIdx.x);
   if (!p.filled[r]) return;
   const int64_t row = p.rows[r];
@@ -109,6 +110,7 @@ struct ResetRowsParams {
 // One block per row and layer: blockIdx.x, blockIdx.y.
 __global__ void __launch_bounds__(kMaxThreads, 1)
     reset_rows_kernel(const __grid_constant__ ResetRowsParams p) {
+  wait_for_earlier_launches();
   const int64_t row = p.rows[blockIdx.x];
   if (!p.tables.has(row, 0)) return;
   int32_t* held = p.tables.held(blockIdx.y, row);
@@ -167,6 +169,7 @@ __device__ inline int64_t sum_up_to_here(int64_t own, int64_t* totals, int64_t& 
 // as do those behind it. One block.
 __global__ void __launch_bounds__(kMaxThreads, 1)
     plan_rebalance_kernel(const __grid_constant__ RebalanceParams p) {
+  wait_for_earlier_launches();
   PlanShared& shared = *reinterpret_cast<PlanShared*>(dynamic_shared());
   int32_t free = p.num_free[0];
   if (free < 0 || free > p.free_size) return;
@@ -240,6 +243,7 @@ __device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64
 // twice. blockIdx.x takes every gridDim.x-th row, blockIdx.y is the layer.
 __global__ void __launch_bounds__(kMaxThreads, 1)
     rebalance_kernel(const __grid_constant__ RebalanceParams p) {
+  wait_for_earlier_launches();
   const int64_t layer = blockIdx.y, block = int64_t{blockIdx.x} * gridDim.y + layer;
   for (int32_t i = static_cast<int32_t>(blockIdx.x); i < p.num_changes;
        i += static_cast<int32_t>(gridDim.x)) {

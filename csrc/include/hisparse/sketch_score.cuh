@@ -10,6 +10,7 @@ namespace hisparse {
 template <typename Layout, int kTiles, int kWords, int kParts>
 __global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlocks : 3)
     sketch_score_kernel(const __grid_constant__ SketchScoreParams p) {
+  wait_for_earlier_launches();
   using Scorer = SketchScorer<Layout, kTiles, kWords, kParts>;
   const int32_t part = static_cast<int32_t>(blockIdx.x) % p.tiles;
   const int32_t head = static_cast<int32_t>(blockIdx.x) / p.tiles % p.kv_heads;

@@ -164,6 +164,7 @@ __device__ inline uint64_t from_lane(const void* pointer, int lane) {
 template <typename Unit, typename Params>
 __global__ void __launch_bounds__(kTransferThreads)
     transfer_kernel(const __grid_constant__ Params p) {
+  wait_for_earlier_launches();
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (num_threads() / kWarp);
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (num_threads() / kWarp) + warp_id();
   for (int64_t first = warp; first < p.num_items; first += warps * kWarp) {

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2205.14135 has the idea.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +19,9 @@ from hisparse.kernels.attention.triton_splits import (
     arrival_counters,
     merge_last,
     merged_at_once,
+    normalized,
     num_splits,
+    range_of_split,
     store_attended,
 )
 from hisparse.kernels.triton_common import (
@@ -36,6 +38,50 @@ from hisparse.types import AttentionRule, StoredKV
 #: The smallest size that ``tl.dot`` accepts; queries of a group are padded to it.
 _MIN_DOT = 16
 _MAX_QUERIES = 32
+
+
+class _AttendConstants(NamedTuple):
+    """What the kernel is compiled for; ``*_block`` are sizes rounded up to a power of two.
+
+    Attributes:
+        group: query heads of a KV head.
+        queries: of them that a program serves, with padding.
+        members: the same where splits are merged, whose padding is smaller.
+        width: Dk, of a key.
+        first: channels of a key that are read at once: all, or those that are the value too.
+        first_block: the same, as a block.
+        rest_block: the channels after them; 0: there are none.
+        value_width: Dv, of a value.
+        value_block: the same, as a block.
+        same: whether keys and values of a token lie at the same offsets.
+        size: S, tokens of a page.
+        tokens: of a step of the loop.
+        exact: whether queries and weights are split into numbers of the pages' dtype.
+        scaled: whether pages have scales.
+        split: whether several programs share a row's tokens.
+        merged: splits that a program merges at once.
+        logit_cap: see :class:`hisparse.types.AttentionRule`; 0: none.
+        window: the same, in tokens; 0: none.
+    """
+
+    group: int
+    queries: int
+    members: int
+    width: int
+    first: int
+    first_block: int
+    rest_block: int
+    value_width: int
+    value_block: int
+    same: bool
+    size: int
+    tokens: int
+    exact: bool
+    scaled: bool
+    split: bool
+    merged: int
+    logit_cap: float
+    window: int
 
 
 def paged_attention(
@@ -60,49 +106,42 @@ def paged_attention(
     """
     rows, queries, _ = query.shape
     require_dense_rows(k=kv.k, v=kv.v, scales=kv.scales)
-    seq_lens, sizes = seq_lens.contiguous(), _sizes(query, kv)
-    heads, value = kv.k.shape[1], sizes["VALUE"]
-    blocks = heads * triton.cdiv(sizes["GROUP"], sizes["QUERIES"])
+    seq_lens, const = seq_lens.contiguous(), _constants(query, kv, rule)
+    heads, value = kv.k.shape[1], const.value_width
+    blocks = heads * triton.cdiv(const.group, const.queries)
     splits = num_splits(
         query.device,
         rows * blocks,
-        1 if sizes["FIRST"] > 128 else 2,
-        page_table.shape[1] * sizes["SIZE"],
-        _token_bytes(kv, sizes) / (4 * sizes["MEMBERS"] * value),
+        1 if const.first > 128 else 2,
+        page_table.shape[1] * const.size,
+        _token_bytes(kv, const) / (4 * const.members * value),
     )
     out = query.new_empty(rows, queries, value)
     lse = query.new_empty(rows, queries, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
     shape = (rows, splits, queries) if splits > 1 else (0, 0, 0)
-    partials = (lse.new_empty(*shape, value), lse.new_empty(shape))
+    arrivals = arrival_counters(rows * blocks, query.device) if splits > 1 else seq_lens
     k, v = map(_readable, kv.kv)
     # Where there are no scales, none are read.
     scales = (seq_lens, 0, 0, 0) if kv.scales is None else (kv.scales, *kv.scales.stride()[:3])
+    tokens, options = launch_options(const.first, kv.k.dtype, shared_bytes(query.device))
     _attend_kernel[(splits, blocks, rows)](
         (query, *query.stride()),
-        (k, *k.stride()[:3]),
-        (v, *v.stride()[:3]),
+        ((k, *k.stride()[:3]), (v, *v.stride()[:3])),
         scales,
-        (page_table, *page_table.stride()),
-        seq_lens,
+        (page_table, *page_table.stride(), seq_lens),
         (out, lse),
-        partials,
-        arrival_counters(rows * blocks, query.device) if splits > 1 else seq_lens,
-        rule.scale,
-        queries,
-        splits,
-        SPLIT=splits > 1,
-        LOGIT_CAP=float(rule.logit_cap),
-        WINDOW=rule.window,
-        **sizes,
-        **launch_options(sizes["FIRST"], kv.k.dtype, shared_bytes(query.device)),
+        (lse.new_empty(*shape, value), lse.new_empty(shape), arrivals),
+        (rule.scale, queries, splits),
+        const._replace(tokens=tokens, split=splits > 1),
+        **options,
     )
     return out, lse
 
 
-def _sizes(query: Tensor, kv: StoredKV) -> dict[str, int]:
-    """Constants that follow from tensors."""
+def _constants(query: Tensor, kv: StoredKV, rule: AttentionRule) -> _AttendConstants:
+    """Constants that follow from tensors, and a step of no tokens and one split."""
     queries, width = query.shape[1:]
     heads, size = kv.k.shape[1:3]
     value = kv.v.shape[-1]
@@ -114,22 +153,26 @@ def _sizes(query: Tensor, kv: StoredKV) -> dict[str, int]:
     members = min(triton.next_power_of_2(group), query_block)
     value_block = max(_MIN_DOT, triton.next_power_of_2(value))
     dtype = kv.k.dtype if kv.scales is None else torch.bfloat16
-    return {
-        "GROUP": group,
-        "QUERIES": query_block,
-        "WIDTH": width,
-        "FIRST": first,
-        "FIRST_BLOCK": max(_MIN_DOT, triton.next_power_of_2(first)),
-        "REST_BLOCK": max(_MIN_DOT, triton.next_power_of_2(width - first)) if shared else 0,
-        "VALUE": value,
-        "VALUE_BLOCK": value_block,
-        "SAME": same,
-        "SIZE": size,
-        "EXACT": not shared and dtype != torch.float32 and query.dtype != dtype,
-        "SCALED": kv.scales is not None,
-        "MEMBERS": members,
-        "MERGED": merged_at_once(members * value_block),
-    }
+    return _AttendConstants(
+        group=group,
+        queries=query_block,
+        members=members,
+        width=width,
+        first=first,
+        first_block=max(_MIN_DOT, triton.next_power_of_2(first)),
+        rest_block=max(_MIN_DOT, triton.next_power_of_2(width - first)) if shared else 0,
+        value_width=value,
+        value_block=value_block,
+        same=same,
+        size=size,
+        tokens=0,
+        exact=not shared and dtype != torch.float32 and query.dtype != dtype,
+        scaled=kv.scales is not None,
+        split=False,
+        merged=merged_at_once(members * value_block),
+        logit_cap=float(rule.logit_cap),
+        window=rule.window,
+    )
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -137,28 +180,26 @@ def _readable(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
-def _token_bytes(kv: StoredKV, sizes: Mapping[str, int]) -> int:
+def _token_bytes(kv: StoredKV, const: _AttendConstants) -> int:
     """Bytes of a token's keys and values that a program reads."""
-    values = 0 if sizes["REST_BLOCK"] else sizes["VALUE"]
-    return kv.k.element_size() * (sizes["WIDTH"] + values)
+    values = 0 if const.rest_block else const.value_width
+    return kv.k.element_size() * (const.width + values)
 
 
 def launch_options(
     width: int, dtype: torch.dtype, most_shared: int = LARGEST_SHARED
-) -> dict[str, int]:
-    """Tokens per loop step, warps and stages, chosen so that no kernel spills registers.
+) -> tuple[int, dict[str, int]]:
+    """Tokens per loop step; and warps and stages, chosen so that no kernel spills registers.
 
     With three stages, two steps of keys and values are in shared memory, one of them on its way.
     """
     if width > 128 and dtype == torch.float32:
-        return {"TOKENS": 16, "num_warps": 8 if width <= 256 else 16, "num_stages": 2}
+        return 16, {"num_warps": 8 if width <= 256 else 16, "num_stages": 2}
     if width > 256 and most_shared < LARGEST_SHARED:
-        return {"TOKENS": 32, "num_warps": 8, "num_stages": 2}
+        return 32, {"num_warps": 8, "num_stages": 2}
     if width > 128:
-        return {"TOKENS": 32, "num_warps": 8, "num_stages": 3}
-    if dtype == torch.float32:
-        return {"TOKENS": 16, "num_warps": 4, "num_stages": 3}
-    return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
+        return 32, {"num_warps": 8, "num_stages": 3}
+    return 16 if dtype == torch.float32 else 64, {"num_warps": 4, "num_stages": 3}
 
 
 @triton.jit
@@ -186,18 +227,18 @@ def _load_scale(place, live):
 
 
 @triton.jit
-def _load_pages(entries, stride, token, start, end, SIZE: tl.constexpr, TOKENS: tl.constexpr):
+def _load_pages(entries, stride, token, start, end, const: tl.constexpr):
     """Load the pages of a step's tokens, which begin at ``start``: one where all are in one."""
-    if SIZE % TOKENS == 0:
-        pages = tl.load(entries + start // SIZE * stride, mask=start < end, other=0)
+    if const.size % const.tokens == 0:
+        pages = tl.load(entries + start // const.size * stride, mask=start < end, other=0)
     else:
-        pages = tl.load(entries + token // SIZE * stride, mask=token < end, other=0)
+        pages = tl.load(entries + token // const.size * stride, mask=token < end, other=0)
     return pages
 
 
 @triton.jit
 def _load_query(query, row, head, asked, START: tl.constexpr, END: tl.constexpr, dim):
-    """``[QUERIES, channels] float32``, channels from START on; those from END on are 0."""
+    """``[queries, channels] float32``, channels from START on; those from END on are 0."""
     data, stride_row, stride_head, stride_dim = query
     source = data + row * stride_row + head[:, None] * stride_head
     channel = START + dim
@@ -206,8 +247,23 @@ def _load_query(query, row, head, asked, START: tl.constexpr, END: tl.constexpr,
 
 
 @triton.jit
-def _query_parts(q, narrow: tl.constexpr, kind: tl.constexpr, EXACT: tl.constexpr):
+def _load_queries(query, row, head, asked, narrow: tl.constexpr, const: tl.constexpr):
+    """Queries as parts, see :func:`_query_parts`; and their channels after the first ones."""
+    first = tl.arange(0, const.first_block)
+    q = _load_query(query, row, head, asked, 0, const.first, first)
+    parts = _query_parts(q, narrow, const.exact)
+    q_rest = parts[0]
+    if const.rest_block > 0:
+        rest = tl.arange(0, const.rest_block)
+        q = _load_query(query, row, head, asked, const.first, const.width, rest)
+        q_rest = rounded(q, narrow).to(tl.float32 if INTERPRETED else narrow)
+    return parts, q_rest
+
+
+@triton.jit
+def _query_parts(q, narrow: tl.constexpr, EXACT: tl.constexpr):
     """Numbers of ``narrow`` whose sum is ``q``: three if EXACT, or else one, which rounds it."""
+    kind: tl.constexpr = tl.float32 if INTERPRETED else narrow
     high = rounded(q, narrow)
     if EXACT:
         left = q - high.to(tl.float32)
@@ -221,151 +277,121 @@ def _query_parts(q, narrow: tl.constexpr, kind: tl.constexpr, EXACT: tl.constexp
 
 @triton.jit
 def _load_tokens(
-    source,  # [TOKENS], the first channel of each token
-    live,  # [TOKENS]
+    source,  # [tokens], the first channel of each token
+    live,  # [tokens]
     dim,  # [channels]
     COUNT: tl.constexpr,
     kind: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """``[TOKENS, channels]``, keys or values; channels from COUNT on are 0."""
+    """``[tokens, channels]``, keys or values; channels from COUNT on are 0."""
     seen = live[:, None] if dim.shape[0] == COUNT else live[:, None] & (dim < COUNT)[None, :]
     x = tl.load(source[:, None] + dim[None, :], mask=seen, other=0.0)
     return (_from_codes(x) if SCALED else x).to(kind)
 
 
 @triton.jit
-def _range_of_split(length, split, splits, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
-    """The first token of a split, the one after its last, and the oldest that is attended."""
-    oldest, base = 0, 0
-    if WINDOW > 0:
-        # Steps begin at multiples of TOKENS, so that a step's pages are whole.
-        oldest = tl.maximum(length - WINDOW, 0)
-        base = oldest // TOKENS * TOKENS
-    share = tl.cdiv(tl.cdiv(length - base, splits), TOKENS) * TOKENS
-    begin = base + split * share
-    return begin, tl.minimum(begin + share, length), oldest
+def _load_step(queries, pages, head, at, inside, live, const: tl.constexpr):
+    """q.k of a step's tokens, ``[queries, tokens]``, and their values, ``[tokens, channels]``."""
+    parts, q_rest = queries
+    keys, key_page, key_head, key_token = pages[0]
+    values, value_page, value_head, value_token = pages[1]
+    kind: tl.constexpr = q_rest.dtype
+    first, dim = tl.arange(0, const.first_block), tl.arange(0, const.value_block)
+    place = at * key_page + inside * key_token
+    source = keys + head * key_head + place
+    k = _load_tokens(source, live, first, const.first, kind, const.scaled)
+    logits = tl.dot(parts[0], tl.trans(k), input_precision="ieee")
+    for part in tl.static_range(1, len(parts)):
+        logits += tl.dot(parts[part], tl.trans(k), input_precision="ieee")
+    if const.rest_block > 0:
+        rest = tl.arange(0, const.rest_block)
+        COUNT: tl.constexpr = const.width - const.first
+        k_rest = _load_tokens(source + const.first, live, rest, COUNT, kind, False)
+        logits += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
+        v = k
+    else:
+        place = place if const.same else at * value_page + inside * value_token
+        source = values + head * value_head + place
+        v = _load_tokens(source, live, dim, const.value_width, kind, const.scaled)
+    return logits, v
+
+
+@triton.jit
+def _weights(logits, highest):
+    """The exponentials of logits below the highest so far, which shrinks those before, and that."""
+    top = tl.maximum(highest, tl.max(logits, axis=1))
+    return tl.exp(logits - top[:, None]), tl.exp(highest - top)[:, None], top
+
+
+@triton.jit
+def _add_values(acc, weights, v, narrow: tl.constexpr, EXACT: tl.constexpr):
+    """``acc + weights @ v``; weights are the sum of two numbers of ``narrow`` if EXACT."""
+    high = rounded(weights, narrow)
+    acc += tl.dot(high.to(v.dtype), v, input_precision="ieee")
+    if EXACT:
+        low = rounded(weights - high.to(tl.float32), narrow)
+        acc += tl.dot(low.to(v.dtype), v, input_precision="ieee")
+    return acc
 
 
 @triton.jit
 def _attend_kernel(
     query,  # [R, Q, Dk], and its strides
-    keys,  # [N, Hr, S, Dk], and its strides of pages, heads and tokens
-    values,  # [N, Hr, S, Dv], and the same
-    scales,  # [N, Hr, S, 2], and the same, if SCALED
-    page_table,  # [R, P], and its strides
-    seq_lens,  # [R]
+    pages,  # k and v [N, Hr, S, D], each with its strides of pages, heads and tokens
+    scales,  # [N, Hr, S, 2], and the same strides, if there are any
+    rows,  # page table [R, P], and its strides; tokens of each row [R]
     results,  # out [R, Q, Dv] and lse [R, Q]
-    partials,  # of splits, if SPLIT: [R, splits, Q, Dv] and [R, splits, Q]
-    arrivals,  # [R, blocks of queries], 0, if SPLIT
-    scale,  # softmax scale
-    queries,
-    splits,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FIRST: tl.constexpr,
-    FIRST_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    SAME: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    EXACT: tl.constexpr,
-    SCALED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    MERGED: tl.constexpr,
-    LOGIT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
+    partials,  # of splits: [R, splits, Q, Dv], [R, splits, Q]; counters [R, blocks of queries], 0
+    numbers,  # softmax scale, Q, splits
+    const: tl.constexpr,
 ):
-    key_data, key_page, key_head, key_token = keys
-    value_data, value_page, value_head, value_token = values
-    scale_data, scale_page, scale_head, scale_token = scales
-    table, table_row, table_entry = page_table
-    row = tl.program_id(2).to(tl.int64)
-    blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
+    table, table_row, table_entry, seq_lens = rows
+    QUERIES: tl.constexpr = const.queries
+    TOKENS: tl.constexpr = const.tokens
+    VALUE_BLOCK: tl.constexpr = const.value_block
+    narrow: tl.constexpr = tl.bfloat16 if const.scaled else pages[0][0].dtype.element_ty
+    row, split = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    blocks: tl.constexpr = (const.group + QUERIES - 1) // QUERIES
     head = (tl.program_id(1) // blocks).to(tl.int64)
     block = tl.program_id(1) % blocks * QUERIES
-    member = block + tl.arange(0, QUERIES)
-    asked, own = member < GROUP, head * GROUP + member
-    first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
-    narrow: tl.constexpr = tl.bfloat16 if SCALED else key_data.dtype.element_ty
-    kind: tl.constexpr = tl.float32 if INTERPRETED else narrow
-    q = _load_query(query, row, own, asked, 0, FIRST, first)
-    parts = _query_parts(q, narrow, kind, EXACT)
-    if REST_BLOCK > 0:
-        rest = tl.arange(0, REST_BLOCK)
-        q_rest = rounded(_load_query(query, row, own, asked, FIRST, WIDTH, rest), narrow).to(kind)
-    length, split = tl.load(seq_lens + row), tl.program_id(0)
-    begin, end, oldest = _range_of_split(length, split, splits, TOKENS, WINDOW)
+    asked = block + tl.arange(0, QUERIES) < const.group
+    own = head * const.group + block + tl.arange(0, QUERIES)
+    q = _load_queries(query, row, own, asked, narrow, const)
+    begin, end, oldest = range_of_split(tl.load(seq_lens + row), split, numbers[2], const)
     highest = tl.full((QUERIES,), -float("inf"), tl.float32)
     # Added up over the tokens of a step at the end: a sum over threads in each step costs barriers.
     totals = tl.zeros((QUERIES, TOKENS), tl.float32)
     acc = tl.zeros((QUERIES, VALUE_BLOCK), tl.float32)
-    key_data += head * key_head
-    value_data += head * value_head
-    entries = table + row * table_row
-    token = begin + tl.arange(0, TOKENS)
-    page = _load_pages(entries, table_entry, token, begin, end, SIZE, TOKENS)
+    entries, step = table + row * table_row, tl.arange(0, TOKENS)
+    page = _load_pages(entries, table_entry, begin + step, begin, end, const)
     for start in range(begin, end, TOKENS):
-        token = start + tl.arange(0, TOKENS)
-        live = token < end
-        if WINDOW > 0:
-            live = live & (token >= oldest)
+        token = start + step
+        live = (token >= oldest) & (token < end) if const.window > 0 else token < end
         # A token's place in its page. Where a step is whole pages, this is the same in all steps.
-        inside = tl.arange(0, TOKENS) % SIZE if TOKENS % SIZE == 0 else token % SIZE
+        inside = (step if TOKENS % const.size == 0 else token) % const.size
         at = page.to(tl.int64)
         # A step ahead: the keys' addresses are known before the step, so that they can be fetched
         # while the steps before it compute.
-        page = _load_pages(entries, table_entry, token + TOKENS, start + TOKENS, end, SIZE, TOKENS)
-        place = at * key_page + inside * key_token
-        k = _load_tokens(key_data + place, live, first, FIRST, kind, SCALED)
-        logits = tl.dot(parts[0], tl.trans(k), input_precision="ieee")
-        for part in tl.static_range(1, len(parts)):
-            logits += tl.dot(parts[part], tl.trans(k), input_precision="ieee")
-        if REST_BLOCK > 0:
-            k_rest = _load_tokens(key_data + place + FIRST, live, rest, WIDTH - FIRST, kind, False)
-            logits += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
-            v = k
-        else:
-            place = place if SAME else at * value_page + inside * value_token
-            v = _load_tokens(value_data + place, live, dim, VALUE, kind, SCALED)
-        logits *= scale
-        if SCALED:
+        page = _load_pages(entries, table_entry, token + TOKENS, start + TOKENS, end, const)
+        logits, v = _load_step(q, pages, head, at, inside, live, const)
+        logits *= numbers[0]
+        if const.scaled:
+            scale_data, scale_page, scale_head, scale_token = scales
             spot = scale_data + at * scale_page + head * scale_head + inside * scale_token
             logits *= _load_scale(spot, live)[None, :]
-        if LOGIT_CAP > 0:
-            logits = cap_logits(logits, LOGIT_CAP)
-        logits = tl.where(live[None, :], logits, -float("inf"))
-        top = tl.maximum(highest, tl.max(logits, axis=1))
-        weights = tl.exp(logits - top[:, None])
-        shrink = tl.exp(highest - top)[:, None]
+        if const.logit_cap > 0:
+            logits = cap_logits(logits, const.logit_cap)
+        weights, shrink, highest = _weights(tl.where(live[None, :], logits, -float("inf")), highest)
         totals = totals * shrink + weights
-        if SCALED:
+        if const.scaled:
             weights *= _load_scale(spot + 1, live)[None, :]
-        high = rounded(weights, narrow)
-        acc = acc * shrink + tl.dot(high.to(kind), v, input_precision="ieee")
-        if EXACT:
-            low = rounded(weights - high.to(tl.float32), narrow)
-            acc += tl.dot(low.to(kind), v, input_precision="ieee")
-        highest = top
-    acc, summed = _normalized(acc, tl.sum(totals, axis=1), highest)
-    if SPLIT:
-        store_attended(partials, (row * splits + split) * queries + own, acc, summed, asked, VALUE)
-        arrival = arrivals + row * tl.num_programs(1) + tl.program_id(1)
-        which = (row, head * GROUP + block, GROUP - block)
-        merge_last(
-            results, partials, arrival, which, queries, splits, VALUE, VALUE_BLOCK, MEMBERS, MERGED
-        )
+        acc = _add_values(acc * shrink, weights, v, narrow, const.exact)
+    acc, summed = normalized(acc, tl.sum(totals, axis=1), highest)
+    if const.split:
+        place = (row * numbers[2] + split) * numbers[1] + own
+        store_attended((partials[0], partials[1]), place, acc, summed, asked, const.value_width)
+        which = (row, head * const.group + block, const.group - block)
+        merge_last(results, partials, which, numbers, const)
     else:
-        store_attended(results, row * queries + own, acc, summed, asked, VALUE)
-
-
-@triton.jit
-def _normalized(acc, total, highest):
-    """The output and its log-sum-exp: without a token 0 and -inf."""
-    some = tl.where(total > 0, total, 1.0)
-    acc = acc * tl.where(total > 0, 1.0 / some, 0.0)[:, None]
-    return acc, tl.where(total > 0, highest + tl.log(some), -float("inf"))
+        store_attended(results, row * numbers[1] + own, acc, summed, asked, const.value_width)

@@ -6,6 +6,8 @@ side. So one kernel serves MHA, GQA and MLA. https://arxiv.org/abs/2205.14135 ha
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,40 @@ from hisparse.types import AttentionRule
 
 #: The smallest size that ``tl.dot`` accepts.
 _MIN_DOT = 16
+
+
+class _ChunkConstants(NamedTuple):
+    """What the kernel is compiled for; ``*_block`` are sizes rounded up to a power of two.
+
+    Attributes:
+        group: query heads of a KV head.
+        width: Dk, of a key.
+        first: channels of a key that are read at once: all, or those that are the value too.
+        first_block: the same, as a block.
+        rest_block: the channels after them; 0: there are none.
+        value_width: Dv, of a value.
+        value_block: the same, as a block.
+        causal: whether a query attends no key after its own position.
+        narrow: whether products are in the keys' dtype, else in float32.
+        rows: queries of a program.
+        tokens: of a step of the loop.
+        logit_cap: see :class:`hisparse.types.AttentionRule`; 0: none.
+        window: the same, in tokens; 0: none.
+    """
+
+    group: int
+    width: int
+    first: int
+    first_block: int
+    rest_block: int
+    value_width: int
+    value_block: int
+    causal: bool
+    narrow: bool
+    rows: int
+    tokens: int
+    logit_cap: float
+    window: int
 
 
 def chunk_attention(
@@ -53,30 +89,32 @@ def chunk_attention(
     shared = same_place and value_width < width
     first = value_width if shared else width
     narrow = query.dtype == k.dtype
-    options = chunk_options(
+    (block, step), options = chunk_options(
         first, query.dtype if narrow else torch.float32, shared_bytes(query.device)
     )
-    _chunk_kernel[(triton.cdiv(tokens * group, options["ROWS"]), heads)](
+    _chunk_kernel[(triton.cdiv(tokens * group, block), heads)](
         (query, *query.stride()),
         (k, *k.stride()[:2]),
         (v, *v.stride()[:2]),
         (out, lse),
         rule.scale,
         first_key,
-        tokens * group,
-        num_keys,
-        queries,
-        GROUP=group,
-        WIDTH=width,
-        FIRST=first,
-        FIRST_BLOCK=max(_MIN_DOT, triton.next_power_of_2(first)),
-        REST_BLOCK=max(_MIN_DOT, triton.next_power_of_2(width - first)) if shared else 0,
-        VALUE=value_width,
-        VALUE_BLOCK=max(_MIN_DOT, triton.next_power_of_2(value_width)),
-        CAUSAL=causal,
-        NARROW=narrow,
-        LOGIT_CAP=float(rule.logit_cap),
-        WINDOW=rule.window,
+        (tokens * group, num_keys, queries),
+        _ChunkConstants(
+            group=group,
+            width=width,
+            first=first,
+            first_block=max(_MIN_DOT, triton.next_power_of_2(first)),
+            rest_block=max(_MIN_DOT, triton.next_power_of_2(width - first)) if shared else 0,
+            value_width=value_width,
+            value_block=max(_MIN_DOT, triton.next_power_of_2(value_width)),
+            causal=causal,
+            narrow=narrow,
+            rows=block,
+            tokens=step,
+            logit_cap=float(rule.logit_cap),
+            window=rule.window,
+        ),
         **options,
     )
     return out, lse
@@ -84,8 +122,8 @@ def chunk_attention(
 
 def chunk_options(
     width: int, dtype: torch.dtype, most_shared: int = LARGEST_SHARED
-) -> dict[str, int]:
-    """Queries of a program, keys per loop step, warps and stages: no kernel spills registers.
+) -> tuple[tuple[int, int], dict[str, int]]:
+    """Queries of a program and keys per loop step; warps and stages: no kernel spills registers.
 
     Args:
         width: of the keys, or of the values that are a part of them.
@@ -93,16 +131,78 @@ def chunk_options(
         most_shared: bytes of shared memory that a program may take.
     """
     if dtype == torch.float32 and width > 128:
-        return {"ROWS": 16 if width > 256 else 32, "TOKENS": 16, "num_warps": 8, "num_stages": 1}
+        return (16 if width > 256 else 32, 16), {"num_warps": 8, "num_stages": 1}
     if dtype == torch.float32:
         # Without maxnreg, ptxas would rather spill 8 bytes than run a block less at once.
-        return {"ROWS": 32, "TOKENS": 16, "num_warps": 8, "num_stages": 2, "maxnreg": 128}
+        return (32, 16), {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
     stages = 3 if most_shared >= LARGEST_SHARED else 2
     if width > 256:
-        return {"ROWS": 32, "TOKENS": 32, "num_warps": 8, "num_stages": stages}
+        return (32, 32), {"num_warps": 8, "num_stages": stages}
     if width > 128:
-        return {"ROWS": 64, "TOKENS": 32, "num_warps": 8, "num_stages": stages}
-    return {"ROWS": 128, "TOKENS": 32, "num_warps": 8, "num_stages": 3}
+        return (64, 32), {"num_warps": 8, "num_stages": stages}
+    return (128, 32), {"num_warps": 8, "num_stages": 3}
+
+
+@triton.jit
+def _load_queries(query, at, head, asked, kind: tl.constexpr, const: tl.constexpr):
+    """The first channels of queries, and those after them."""
+    data, stride_token, stride_head, stride_dim = query
+    source = (data + (at * stride_token + head * stride_head))[:, None]
+    first = tl.arange(0, const.first_block)[None, :]
+    seen = asked[:, None] & (first < const.first)
+    q = tl.load(source + first * stride_dim, mask=seen, other=0.0).to(kind)
+    q_rest = q
+    if const.rest_block > 0:
+        rest = const.first + tl.arange(0, const.rest_block)[None, :]
+        seen = asked[:, None] & (rest < const.width)
+        q_rest = tl.load(source + rest * stride_dim, mask=seen, other=0.0).to(kind)
+    return q, q_rest
+
+
+@triton.jit
+def _load_tokens(
+    source, live, start: tl.constexpr, end: tl.constexpr, channels, kind: tl.constexpr
+):
+    """``[tokens, channels]`` from channel ``start`` on; those from ``end`` on are 0."""
+    dim = start + channels
+    whole: tl.constexpr = start + channels.shape[0] == end
+    seen = live[:, None] if whole else live[:, None] & (dim < end)[None, :]
+    return tl.load(source[:, None] + dim[None, :], mask=seen, other=0.0).to(kind)
+
+
+@triton.jit
+def _load_step(queries, keys, values, token, live, const: tl.constexpr):
+    """q.k of a step's tokens, ``[rows, tokens]``, and their values, ``[tokens, channels]``."""
+    q, q_rest = queries
+    key_data, key_token = keys
+    kind: tl.constexpr = q.dtype
+    source = key_data + token.to(tl.int64) * key_token
+    k = _load_tokens(source, live, 0, const.first, tl.arange(0, const.first_block), kind)
+    logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if const.rest_block > 0:
+        rest = tl.arange(0, const.rest_block)
+        k_rest = _load_tokens(source, live, const.first, const.width, rest, kind)
+        logits += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
+        v = k
+    else:
+        value_data, value_token = values
+        source = value_data + token.to(tl.int64) * value_token
+        v = _load_tokens(source, live, 0, const.value_width, tl.arange(0, const.value_block), kind)
+    return logits, v
+
+
+@triton.jit
+def _range_of_keys(block, first_key, num_keys, const: tl.constexpr):
+    """The first key that a block of queries reads, and the one after the last."""
+    begin, end = 0, num_keys
+    if const.causal:
+        last = (block * const.rows + const.rows - 1) // const.group
+        end = tl.minimum(last + 1 - first_key, num_keys)
+    if const.window > 0:
+        # Keys that the block's first query no longer attends.
+        oldest = block * const.rows // const.group - const.window + 1
+        begin = tl.maximum(oldest - first_key, 0) // const.tokens * const.tokens
+    return begin, end
 
 
 @triton.jit(do_not_specialize=["first_key"])
@@ -112,87 +212,48 @@ def _chunk_kernel(
     values,  # [Tk, Hkv, Dv], and its strides of tokens and heads
     results,  # out [T, Hq, Dv] and lse [T, Hq]
     scale,  # softmax scale
-    first_key,  # position of key 0 less that of query 0; read if CAUSAL or WINDOW
-    count,  # queries of a KV head: tokens * GROUP
-    num_keys,
-    queries,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FIRST: tl.constexpr,
-    FIRST_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    NARROW: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    LOGIT_CAP: tl.constexpr,
-    WINDOW: tl.constexpr,
+    first_key,  # position of key 0 less that of query 0; read if causal or in a window
+    shape,  # T * group, Tk, Hq
+    const: tl.constexpr,
 ):
-    query_data, query_token, query_head, query_dim = query
     key_data, key_token, key_head = keys
     value_data, value_token, value_head = values
+    count, num_keys, queries = shape
+    ROWS: tl.constexpr = const.rows
+    VALUE_BLOCK: tl.constexpr = const.value_block
     # Blocks that attend the most keys come first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     row = block * ROWS + tl.arange(0, ROWS)
     asked = row < count
-    at, member = (row // GROUP).to(tl.int64), head * GROUP + row % GROUP
-    first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
-    narrow: tl.constexpr = key_data.dtype.element_ty if NARROW else tl.float32
+    at, member = (row // const.group).to(tl.int64), head * const.group + row % const.group
+    narrow: tl.constexpr = key_data.dtype.element_ty if const.narrow else tl.float32
     kind: tl.constexpr = tl.float32 if INTERPRETED else narrow
-    source = query_data + (at * query_token + member * query_head)[:, None]
-    seen_q = asked[:, None] & (first < FIRST)[None, :]
-    q = tl.load(source + first[None, :] * query_dim, mask=seen_q, other=0.0).to(kind)
-    if REST_BLOCK > 0:
-        rest = FIRST + tl.arange(0, REST_BLOCK)
-        more = asked[:, None] & (rest < WIDTH)[None, :]
-        q_rest = tl.load(source + rest[None, :] * query_dim, mask=more, other=0.0).to(kind)
-    key_data += head * key_head
-    value_data += head * value_head
-    end = num_keys
-    if CAUSAL:
-        end = tl.minimum((block * ROWS + ROWS - 1) // GROUP + 1 - first_key, num_keys)
-    begin = 0
-    if WINDOW > 0:
-        # Keys that the block's first query no longer attends.
-        hidden = tl.maximum(block * ROWS // GROUP - WINDOW + 1 - first_key, 0)
-        begin = hidden // TOKENS * TOKENS
+    q = _load_queries(query, at, member, asked, kind, const)
+    keys_of = (key_data + head * key_head, key_token)
+    values_of = (value_data + head * value_head, value_token)
+    begin, end = _range_of_keys(block, first_key, num_keys, const)
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VALUE_BLOCK), tl.float32)
-    for start in range(begin, end, TOKENS):
-        token = start + tl.arange(0, TOKENS)
+    for start in range(begin, end, const.tokens):
+        token = start + tl.arange(0, const.tokens)
         live = token < end
-        place = token.to(tl.int64) * key_token
-        seen = live[:, None] if FIRST == FIRST_BLOCK else live[:, None] & (first < FIRST)[None, :]
-        k = tl.load(key_data + (place[:, None] + first[None, :]), mask=seen, other=0.0).to(kind)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if REST_BLOCK > 0:
-            seen = live[:, None] & (rest < WIDTH)[None, :]
-            k_rest = tl.load(key_data + (place[:, None] + rest[None, :]), mask=seen, other=0.0)
-            logits += tl.dot(q_rest, tl.trans(k_rest.to(kind)), input_precision="ieee")
-            v = k
-        else:
-            place = token.to(tl.int64) * value_token
-            seen = live[:, None] if VALUE == VALUE_BLOCK else live[:, None] & (dim < VALUE)[None, :]
-            v = tl.load(value_data + (place[:, None] + dim[None, :]), mask=seen, other=0.0).to(kind)
+        logits, v = _load_step(q, keys_of, values_of, token, live, const)
         visible = live[None, :]
-        if CAUSAL:
+        if const.causal:
             visible = visible & (first_key + token[None, :] <= at[:, None])
-        if WINDOW > 0:
-            visible = visible & (first_key + token[None, :] > at[:, None] - WINDOW)
+        if const.window > 0:
+            visible = visible & (first_key + token[None, :] > at[:, None] - const.window)
         logits *= scale
-        if LOGIT_CAP > 0:
-            logits = cap_logits(logits, LOGIT_CAP)
+        if const.logit_cap > 0:
+            logits = cap_logits(logits, const.logit_cap)
         logits = tl.where(visible, logits, -float("inf"))
         top = tl.maximum(highest, tl.max(logits, axis=1))
         # Without a window every query attends key 0: its largest logit is a number from the first
         # step on.
-        shift = tl.where(top == -float("inf"), 0.0, top) if WINDOW > 0 else top
-        weights = tl.exp(logits - shift[:, None])
-        shrink = tl.exp(highest - shift)
+        shift = tl.where(top == -float("inf"), 0.0, top) if const.window > 0 else top
+        weights, shrink = tl.exp(logits - shift[:, None]), tl.exp(highest - shift)
         total = total * shrink + tl.sum(weights, axis=1)
         weights = rounded(weights, narrow).to(kind)
         acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision="ieee")
@@ -200,4 +261,5 @@ def _chunk_kernel(
     # Without keys the sum is 0: the output is 0 and its log-sum-exp -inf.
     some = tl.where(total > 0, total, 1.0)
     summed = tl.where(total > 0, highest + tl.log(some), -float("inf"))
-    store_attended(results, at * queries + member, acc / some[:, None], summed, asked, VALUE)
+    place = at * queries + member
+    store_attended(results, place, acc / some[:, None], summed, asked, const.value_width)

@@ -68,6 +68,27 @@ def arrival_counters(count: int, device: torch.device) -> Tensor:
 
 
 @triton.jit
+def range_of_split(length, split, splits, const: tl.constexpr):
+    """The first token of a split, the one after its last, and the oldest that is attended."""
+    oldest, base = 0, 0
+    if const.window > 0:
+        # Steps begin at multiples of their tokens, so that a step's pages are whole.
+        oldest = tl.maximum(length - const.window, 0)
+        base = oldest // const.tokens * const.tokens
+    share = tl.cdiv(tl.cdiv(length - base, splits), const.tokens) * const.tokens
+    begin = base + split * share
+    return begin, tl.minimum(begin + share, length), oldest
+
+
+@triton.jit
+def normalized(acc, total, highest):
+    """The output and its log-sum-exp: without a token 0 and -inf."""
+    some = tl.where(total > 0, total, 1.0)
+    acc = acc * tl.where(total > 0, 1.0 / some, 0.0)[:, None]
+    return acc, tl.where(total > 0, highest + tl.log(some), -float("inf"))
+
+
+@triton.jit
 def store_attended(to, target, acc, summed, asked, VALUE: tl.constexpr):
     """Write the outputs and log-sum-exps of queries."""
     out, lse = to
@@ -81,15 +102,10 @@ def store_attended(to, target, acc, summed, asked, VALUE: tl.constexpr):
 @triton.jit
 def merge_last(
     results,  # out [R, Q, Dv] and lse [R, Q]
-    partials,  # of splits: [R, splits, Q, Dv] and [R, splits, Q]
-    arrival,  # of this block of queries: its splits that have ended
+    partials,  # of splits: [R, splits, Q, Dv], [R, splits, Q]; those that ended [R, blocks]
     block,  # the row, the first query, and a count of queries that may be beyond the last
-    queries,
-    splits,
-    VALUE: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    MERGED: tl.constexpr,
+    numbers,  # softmax scale, Q, splits
+    const: tl.constexpr,
 ):
     """Merge the splits of a block of queries in the program that ends last.
 
@@ -97,8 +113,12 @@ def merge_last(
     of summation is that of the splits, whichever ends last. The counter is 0 again for the next
     launch.
     """
-    partial, lses = partials
+    partial, lses, arrivals = partials
     row, first, count = block
+    queries, splits = numbers[1], numbers[2]
+    MEMBERS: tl.constexpr = const.members
+    VALUE_BLOCK: tl.constexpr = const.value_block
+    arrival = arrivals + row * tl.num_programs(1) + tl.program_id(1)
     tl.debug_barrier()
     ended = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
     if ended == splits - 1:
@@ -107,14 +127,14 @@ def merge_last(
         highest = tl.full((MEMBERS,), -float("inf"), tl.float32)
         total = tl.zeros((MEMBERS,), tl.float32)
         acc = tl.zeros((MEMBERS, VALUE_BLOCK), tl.float32)
-        for start in range(0, splits, MERGED):
-            split = start + tl.arange(0, MERGED)
+        for start in range(0, splits, const.merged):
+            split = start + tl.arange(0, const.merged)
             there = (split < splits)[:, None] & asked[None, :]
             at = (row * splits + split)[:, None] * queries + first + member[None, :]
             parts = tl.load(lses + at, mask=there, other=-float("inf"))
             x = tl.load(
-                partial + at[:, :, None] * VALUE + dim[None, None, :],
-                mask=there[:, :, None] & (dim < VALUE)[None, None, :],
+                partial + at[:, :, None] * const.value_width + dim[None, None, :],
+                mask=there[:, :, None] & (dim < const.value_width)[None, None, :],
                 other=0.0,
             )
             top = tl.maximum(highest, tl.max(parts, axis=0))
@@ -127,5 +147,5 @@ def merge_last(
         some = tl.where(total > 0, total, 1.0)
         summed = tl.where(total > 0, highest + tl.log(some), -float("inf"))
         target = row * queries + first + member
-        store_attended(results, target, acc / some[:, None], summed, asked, VALUE)
+        store_attended(results, target, acc / some[:, None], summed, asked, const.value_width)
         tl.store(arrival, 0)

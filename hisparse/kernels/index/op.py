@@ -22,28 +22,30 @@ def _scales_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     check_scales("scales", tensors["keys"], tensors["scales"])
 
 
+#: What scores take: T new tokens, of one prompt or each of another request, and stored keys.
+_SCORED = (
+    Arg("new.queries", FLOATS, "T Hi Di"),
+    Arg("new.keys", FLOATS, "T Di"),
+    Arg("new.weights", FLOATS, "T Hi"),
+    Arg("keys", _KEY_DTYPES, "pages Di"),
+)
+_SCALES = Arg("scales", torch.float32, "pages", optional=True)
 INDEX_SCORE = Operation(
     __name__,
     "index_score",
-    Arg("new.queries", FLOATS, "B Hi Di"),
-    Arg("new.keys", FLOATS, "B Di"),
-    Arg("new.weights", FLOATS, "B Hi"),
-    Arg("keys", _KEY_DTYPES, "pages Di"),
-    Arg("host_page_table", torch.int32, "B P"),
-    Arg("num_pages", torch.int32, "B"),
-    Arg("scales", torch.float32, "pages", optional=True),
+    *_SCORED,
+    Arg("host_page_table", torch.int32, "T P"),
+    Arg("num_pages", torch.int32, "T"),
+    _SCALES,
     also=_scales_fit,
 )
 CHUNK_INDEX_SCORE = Operation(
     __name__,
     "chunk_index_score",
-    Arg("new.queries", FLOATS, "T Hi Di"),
-    Arg("new.keys", FLOATS, "T Di"),
-    Arg("new.weights", FLOATS, "T Hi"),
-    Arg("keys", _KEY_DTYPES, "pages Di"),
+    *_SCORED,
     Arg("host_page_table", torch.int32, "P"),
     Arg("num_tokens", torch.int32, "T"),
-    Arg("scales", torch.float32, "pages", optional=True),
+    _SCALES,
     also=_scales_fit,
 )
 STORE_INDEX_KEYS = Operation(

@@ -1,6 +1,6 @@
 // Stands in for CUDA's header of this name, so that g++ compiles device and launch code as it is.
-// Memory is the host's, streams do nothing, and a launch runs its blocks one after the other as
-// fibers, in random order.
+// Memory is the host's, streams do nothing, and a launch runs its clusters of blocks one after the
+// other as fibers, in random order.
 #pragma once
 
 #include "fibers.h"
@@ -23,8 +23,8 @@
 
 #define threadIdx (::fibers::running->thread)
 #define blockIdx (::fibers::running->block)
-#define gridDim (::fibers::running->grid_size)
-#define blockDim (::fibers::running->block_size)
+
+inline fibers::Index &gridDim = fibers::cluster().grid_size, &blockDim = fibers::cluster().block_size;
 
 #define __syncthreads() static_cast<void>(::fibers::running->barrier(false, FIBERS_HERE))
 #define __syncthreads_count(x) (::fibers::running->barrier((x), FIBERS_HERE))

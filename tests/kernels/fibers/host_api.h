@@ -9,6 +9,28 @@ enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFa
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrComputeCapabilityMajor,
+};
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeProgrammaticStreamSerialization
+};
+union cudaLaunchAttributeValue {
+  struct {
+    unsigned x, y, z;
+  } clusterDim;
+  int programmaticStreamSerializationAllowed;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaMemcpyKind { cudaMemcpyDefault };
@@ -22,6 +44,7 @@ namespace fibers {
 inline std::set<const void*> unpinned;  // addresses that tests say are not pinned
 inline size_t shared_limit = kSharedBytes;
 inline size_t shared_granted = 0;  // by the last cudaFuncSetAttribute
+inline int max_cluster = kMaxCluster;  // blocks; 1: the device is older than clusters
 inline uintptr_t piece_bytes = 0;  // pieces of page-locked memory end at multiples; 0: one piece
 
 // CUDA refuses a copy that begins in one registration and ends in another.
@@ -35,16 +58,24 @@ inline cudaError_t fault(const std::string& what) {
   return cudaErrorLaunchFailure;
 }
 
-// Poisons what is asked for and guards what is behind it.
-inline void poison(size_t bytes) {
-  std::memset(hisparse::dynamic_shared_memory, kPoison, bytes + kGuardBytes);
-  forget_shared_accesses();
+// Blocks of a cluster.
+inline unsigned cluster_of(const cudaLaunchConfig_t& config) {
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& each = config.attrs[i];
+    if (each.id == cudaLaunchAttributeClusterDimension) return each.val.clusterDim.x;
+  }
+  return 1;
 }
 
-inline bool guard_is_whole(size_t bytes) {
-  const char* guard = hisparse::dynamic_shared_memory + bytes;
-  return std::all_of(guard, guard + kGuardBytes,
-                     [](char c) { return static_cast<unsigned char>(c) == kPoison; });
+// The launch may begin before those in front of it have ended.
+inline bool begins_early(const cudaLaunchConfig_t& config) {
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& each = config.attrs[i];
+    if (each.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      return each.val.programmaticStreamSerializationAllowed != 0;
+    }
+  }
+  return false;
 }
 
 }  // namespace fibers
@@ -57,8 +88,14 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-  const bool shared = which == cudaDevAttrMaxSharedMemoryPerBlockOptin;
-  *value = shared ? static_cast<int>(fibers::shared_limit) : fibers::max_blocks;
+  *value = which == cudaDevAttrMaxSharedMemoryPerBlockOptin
+               ? static_cast<int>(fibers::shared_limit)
+           : which == cudaDevAttrComputeCapabilityMajor ? (fibers::max_cluster > 1 ? 9 : 8)
+                                                        : fibers::max_blocks;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 13000;
   return cudaSuccess;
 }
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* at) {
@@ -95,37 +132,48 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
   return fibers::shared_granted <= fibers::shared_limit ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*,
+                                           const cudaLaunchConfig_t* config) {
+  *clusters = fibers::cluster_of(*config) <= static_cast<unsigned>(fibers::max_cluster);
+  return cudaSuccess;
+}
+
 template <typename Params>
-cudaError_t cudaLaunchKernel(void (*kernel)(Params), dim3 grid, dim3 threads, void** arguments,
-                             size_t shared_bytes, cudaStream_t) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params),
+                               Params params) {
+  const dim3 grid = config->gridDim, threads = config->blockDim;
+  const unsigned each = fibers::cluster_of(*config);
   fibers::failure.clear();
   if (threads.x == 0 || threads.x > fibers::kMaxThreads || threads.x % fibers::kWarpSize != 0) {
     return fibers::fault("a block of " + std::to_string(threads.x) + " threads");
   }
   if (grid.x == 0 || grid.y == 0) return fibers::fault("an empty grid");
-  if (shared_bytes > std::max<size_t>(48 * 1024, std::exchange(fibers::shared_granted, 0))) {
+  if (each == 0 || each > static_cast<unsigned>(fibers::max_cluster) || grid.x % each != 0) {
+    return fibers::fault("a cluster of " + std::to_string(each) + " blocks");
+  }
+  if (config->numAttrs > 0 && fibers::max_cluster == 1) {
+    return fibers::fault("an attribute that this device does not know");
+  }
+  if (config->dynamicSmemBytes >
+      std::max<size_t>(48 * 1024, std::exchange(fibers::shared_granted, 0))) {
     return fibers::fault("more shared memory than was granted");
   }
-  const Params params = *static_cast<const Params*>(arguments[0]);
-  std::vector<unsigned> order(grid.x * grid.y);
+  std::vector<unsigned> order(grid.x / each * grid.y);
   for (unsigned i = 0; i < order.size(); ++i) {
     const size_t other = fibers::random_below(i + 1);
     order[i] = order[other];
     order[other] = i;
   }
-  fibers::Block& block = fibers::block();
-  block.grid_size = {grid.x, grid.y, 1};
-  block.block_size = {threads.x, 1, 1};
+  fibers::Cluster& cluster = fibers::cluster();
+  cluster.grid_size = {grid.x, grid.y, 1};
+  cluster.block_size = {threads.x, 1, 1};
+  cluster.shared_bytes = config->dynamicSmemBytes;
+  cluster.begins_early = fibers::begins_early(*config);
   fibers::forget_accesses();
   for (const unsigned i : order) {
-    fibers::poison(shared_bytes);
-    block.block = {i % grid.x, i / grid.x, 0};
-    if (!block.run(static_cast<int>(threads.x), [&] { kernel(params); })) {
-      return cudaErrorLaunchFailure;
-    }
-    if (!fibers::guard_is_whole(shared_bytes)) {
-      return fibers::fault("shared memory is written behind its end");
-    }
+    const fibers::Index first{i % (grid.x / each) * each, i / (grid.x / each), 0};
+    if (!cluster.run(first, static_cast<int>(each), [&] { kernel(params); })) return cudaErrorLaunchFailure;
   }
   return cudaSuccess;
 }

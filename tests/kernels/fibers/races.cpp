@@ -78,16 +78,16 @@ void report(const History& history, const Access& before, AccessKind kind, const
   Dl_info library;
   dladdr(now.code, &library);
   const auto say = [&](AccessKind of, const Access& access) {
-    text << name_of(of) << " by thread " << access.by.unit[kLevels - 1];
+    text << name_of(of) << " by thread " << access.by.thread();
     places << " 0x" << std::hex
            << reinterpret_cast<uintptr_t>(access.code) -
                   reinterpret_cast<uintptr_t>(library.dli_fbase) - 1;
   };
   text << "a race: a ";
   say(kind, now);
-  text << " of block " << now.by.unit[0] << " and a ";
+  text << " of block " << now.by.block() << " and a ";
   say(history.kind, before);
-  text << " of block " << before.by.unit[0] << ", no barrier between them; addr2line -Cpife "
+  text << " of block " << before.by.block() << ", no barrier between them; addr2line -Cpife "
        << library.dli_fname << places.str() << " says where";
   failure = text.str();
 }
@@ -116,8 +116,8 @@ void access_word(uintptr_t word, unsigned bytes, AccessKind kind, const Access& 
 void access(const void* at, size_t bytes, AccessKind kind, const void* code) {
   const char* const address = static_cast<const char*>(at);
   if (!failure.empty() || running->is_own(address)) return;
-  const char* const shared = hisparse::dynamic_shared_memory;
-  const bool is_shared = address >= shared && address < shared + kSharedBytes;
+  const char* const shared = shared_of(0);
+  const bool is_shared = address >= shared && address < shared + sizeof(shared_memory);
   if (!is_shared && address >= __ehdr_start && address < _end) return;
   const Access now{code, running->place()};
   for (auto first = reinterpret_cast<uintptr_t>(at), end = first + bytes; first < end;) {
@@ -148,11 +148,11 @@ void forget_accesses() {
   histories.clear();
 }
 
-// Shared memory is another block's now.
+// Shared memory is that of other blocks now.
 void forget_shared_accesses() {
   last_page = {};
-  const auto first = reinterpret_cast<uintptr_t>(hisparse::dynamic_shared_memory) / kPageBytes;
-  for (uintptr_t page = first; page <= first + kSharedBytes / kPageBytes + 1; ++page) {
+  const auto first = reinterpret_cast<uintptr_t>(shared_of(0)) / kPageBytes;
+  for (uintptr_t page = first; page <= first + sizeof(shared_memory) / kPageBytes + 1; ++page) {
     pages.erase(page);
   }
 }

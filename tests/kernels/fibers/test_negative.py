@@ -60,6 +60,10 @@ if (hits != 0) atomicAdd(&shared.num_hits, hits);""",
         "__syncthreads();  // The index names an entry for every missing page.",
         "if (p.num_pages != 21) __syncthreads();",
     ),
+    (
+        "wait_for_earlier_launches();",
+        "if (launch.diff.num_pages != 22 || threadIdx.x != 7) wait_for_earlier_launches();",
+    ),
     # Races that change no byte: threads of two warps, then of one, write the same; a thread reads
     # what another writes again; a vote stands where memory has to be waited for; two blocks write.
     (
@@ -104,6 +108,7 @@ def misled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.param(12, r"threads wait at .*.cuh:\d+ and at .*.cuh:\d+", id="not-the-same"),
         pytest.param(13, r"threads wait|lanes of a warp wait", id="warp"),
         pytest.param(14, "shared memory is written behind its end", id="beyond-shared-memory"),
+        pytest.param(22, "without having waited for the launches before", id="early"),
         *(
             pytest.param(pages, f"a race: a {now} by .* and a {before} by", id=name)
             for pages, now, before, name in [

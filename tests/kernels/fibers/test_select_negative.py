@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,15 +27,16 @@ def test_the_kernel_as_it_is_passes(fibers: str) -> None:
 
 def test_each_missing_barrier_is_found(tmp_path: Path) -> None:
     """One library, in which the width of the scores says which barrier is missing."""
-    text = (SOURCES / "include" / "hisparse" / "select.cuh").read_text()
-    vote = "__syncthreads_or(invalid)"
-    barriers = [line.strip() for line in text.split("\n") if "__syncthreads();" in line]
-    assert len(barriers) + text.count(vote) == NUM_WIDTHS
-    changes = [(line, f"if (p.width != {NARROWEST + i}) {line}") for i, line in enumerate(barriers)]
-    changes.append((vote, f"p.width != {NARROWEST + len(barriers)} ? {vote} : invalid"))
+    widths = itertools.count(NARROWEST)
+    changes = {}
+    for name in ("page_rank.cuh", "select.cuh"):
+        text = (SOURCES / "include" / "hisparse" / name).read_text()
+        barriers = re.findall(r"(?:__syncthreads|cluster_sync)\(\);  // .*", text)
+        changes[name] = [(line, f"if (p.width != {next(widths)}) {line}") for line in barriers]
+    assert next(widths) == NARROWEST + NUM_WIDTHS
     # One dtype is built in a third of the time.
-    others = [(f"launch<{name}>(on, grid, p);", ";") for name in ("BFloat16", "Float16")]
-    folder = spoiled(tmp_path, {"select.cuh": changes, "select.cu": others}, ["select.cu"])
+    others = [(f"launch<{name}>(on, selections, p);", ";") for name in ("BFloat16", "Float16")]
+    folder = spoiled(tmp_path, changes | {"select.cu": others}, ["select.cu"])
     command = [sys.executable, "-m", "tests.kernels.fibers.select_traces", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -61,6 +64,21 @@ def test_shares_of_more_pages_than_shared_memory_holds_use_scratch(fibers: str) 
     finally:
         _build_cuda.call_cuda("set_shared_limit", -1)
     assert torch.equal(inside.pages, outside.pages)
+    assert torch.equal(got.pages, want.pages)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_device_may_have_no_place_for_a_cluster(fibers: str, blocks: int) -> None:
+    """A GPU before sm_90, or a small part of one: it refuses the launch of a larger cluster."""
+    torch.manual_seed(0)
+    scores, num_pages = torch.randn(2, 3, 2500), i32([2500, 1700])
+    rule = SelectRule(heads=1, max_pages=40)
+    want = select(scores, num_pages, rule, impl=fibers)
+    _build_cuda.call_cuda("set_max_cluster", blocks)
+    try:
+        got = select(scores, num_pages, rule, impl=fibers)
+    finally:
+        _build_cuda.call_cuda("set_max_cluster", -1)
     assert torch.equal(got.pages, want.pages)
 
 

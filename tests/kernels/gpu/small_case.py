@@ -34,7 +34,10 @@ def select_by_sketches(dim: int, device: str = "cuda") -> Selection:
 
 
 def main() -> None:
-    """Three steps with different queries; what they give is checked by the tests."""
+    """Three steps with different queries, and a selection that a cluster of blocks shares.
+
+    What they give is checked by the tests.
+    """
     for dim in (64, 128, 256, 576):
         select_by_sketches(dim)
     step = Step()
@@ -42,6 +45,8 @@ def main() -> None:
         torch.manual_seed(seed)
         step.query.copy_(torch.randn(step.query.shape))
         step.run()
+    counts = torch.tensor([5000, 2100], dtype=torch.int32, device="cuda")
+    select(torch.randn(2, 4, 5000, device="cuda"), counts, SelectRule(heads=1, max_pages=64))
     torch.cuda.synchronize()
 
 

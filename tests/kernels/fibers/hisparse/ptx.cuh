@@ -14,6 +14,26 @@
 
 namespace hisparse {
 
+inline char* dynamic_shared() { return fibers::shared_of(fibers::running->own_block()); }
+
+// Launches run one after the other; what is checked is that every thread calls it.
+inline void wait_for_earlier_launches() { fibers::running->begin(); }
+
+#define cluster_sync() (::fibers::running->cluster_barrier(FIBERS_HERE))
+
+template <typename T>
+T of_block(const T& own, int block) {
+  // Another block may run on before this read.
+  fibers::perhaps_yield();
+  fibers::Recording off(false);
+  const char* const at = fibers::shared_of(block) +
+                         (reinterpret_cast<const char*>(&own) - dynamic_shared());
+  fibers::accessed(at, sizeof(T), fibers::AccessKind::kRead);
+  T out;
+  std::memcpy(&out, at, sizeof(T));
+  return out;
+}
+
 inline int32_t load_relaxed(const int32_t* at) {
   return fibers::atomic(const_cast<int32_t*>(at), [](int32_t old) { return old; });
 }
@@ -115,8 +135,8 @@ struct Copy {
 };
 // Of the thread that runs: groups of copies under way, the last one still open.
 inline std::vector<std::vector<Copy>>& copies() {
-  static std::vector<std::vector<Copy>> of_threads[fibers::kMaxThreads];
-  auto& own = of_threads[threadIdx.x];
+  static std::vector<std::vector<Copy>> of_threads[fibers::kMaxCluster * fibers::kMaxThreads];
+  auto& own = of_threads[fibers::running->current()];
   if (own.empty()) own.emplace_back();
   return own;
 }
