@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.fake_cuda.variants import SHORT, WHOLE, Variant, variants
-from tests.kernels.sass import Loop, blocks_per_sm, hot_loop
+from tests.kernels.sass import Loop, blocks_per_sm, hot_loop, ptx_fault
 
 ARCHS = (80, 90, 100)
 #: Bytes of shared memory that a block may take: a launch that asks for more fails.
@@ -46,7 +46,7 @@ class Usage(NamedTuple):
         warps: of a block.
         instructions: of the whole program.
         loop: its hottest loop, or else the program.
-        error: why it did not compile; empty: it did.
+        error: why it did not compile, or what is wrong with its PTX; empty: nothing.
     """
 
     variant: str
@@ -120,6 +120,7 @@ def compile_one(variant: Variant, arch: int) -> Usage:
         warps=compiled.metadata.num_warps,
         instructions=instructions,
         loop=loop,
+        error=ptx_fault(compiled.asm["ptx"], merges=bool(variant.named.get("split"))),
     )
 
 
