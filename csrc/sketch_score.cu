@@ -42,7 +42,7 @@ uint64_t alignment_bits(const SketchScoreParams& p) {
          static_cast<uint64_t>(p.sketch_page | p.sketch_head);
 }
 
-template <typename Layout, int kTiles, int kWords, int kParts>
+template <typename Layout, int kTiles, int kParts>
 void launch(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
   const SketchScoreShared sizes{p.layout, kTiles * kTileQueries, kParts};
   const int64_t most = on.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
@@ -55,35 +55,35 @@ void launch(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
                               << "the " << most << " bytes of shared memory that a block of this "
                               << "GPU has; expected a smaller page_size";
   }
-  on.launch("sketch_score", sketch_score_kernel<Layout, kTiles, kWords, kParts>, grid,
+  on.launch("sketch_score", sketch_score_kernel<Layout, kTiles, kParts>, grid,
             warps * kWarp, bytes(), p);
 }
 
-template <typename Layout, int kTiles, int kWords>
+template <typename Layout, int kTiles>
 bool launch_known(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
   const SketchLayout known = Layout::get();
   if (p.layout.dim != known.dim || p.layout.page_size != known.page_size ||
       p.layout.num_channels != known.num_channels || alignment_bits(p) % Layout::kUnit != 0) {
     return false;
   }
-  launch<Layout, kTiles, kWords, 1>(on, grid, p);
+  launch<Layout, kTiles, 1>(on, grid, p);
   return true;
 }
 
 template <int kTiles>
 void launch_tiles(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
   if (p.query.type != NumberType::kFloat32) {
-    if (launch_known<KnownLayout<128, 16, 40>, kTiles, 1>(on, grid, p) ||
-        launch_known<KnownLayout<64, 16, 20>, kTiles, 1>(on, grid, p) ||
-        launch_known<KnownLayout<256, 16, 80>, kTiles, 1>(on, grid, p)) {
+    if (launch_known<KnownLayout<128, 16, 40>, kTiles>(on, grid, p) ||
+        launch_known<KnownLayout<64, 16, 20>, kTiles>(on, grid, p) ||
+        launch_known<KnownLayout<256, 16, 80>, kTiles>(on, grid, p)) {
       return;
     }
     if constexpr (kTiles == 2) {  // latents, of many heads
-      if (launch_known<KnownLayout<576, 16, 180>, kTiles, 1>(on, grid, p)) return;
+      if (launch_known<KnownLayout<576, 16, 180>, kTiles>(on, grid, p)) return;
     }
   }
   // A query in float32 is a sum of two float16 numbers.
-  launch<AnyLayout, kTiles, 1, 2>(on, grid, p);
+  launch<AnyLayout, kTiles, 2>(on, grid, p);
 }
 
 }  // namespace

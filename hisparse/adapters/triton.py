@@ -36,10 +36,16 @@ class TritonAdapter(TorchAdapter):
         self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, chosen: Tensor
     ) -> Attended:
         # Each query is a row of a step, and each key a page of one token.
-        there = (chosen >= 0) & (chosen < k.shape[0])
-        count = chosen.shape[1]
-        place = torch.where(there, there.cumsum(-1) - 1, count)
-        table = chosen.new_full((len(chosen), count + 1), -1).scatter_(1, place, chosen)
-        lengths = there.sum(-1, dtype=torch.int32)
+        table, lengths = _packed(chosen, k.shape[0])
         kv = PagedKV(k[:, :, None], v[:, :, None])
-        return self.attend(q, kv, table[:, :count], lengths, replace(rule, window=0))
+        return self.attend(q, kv, table, lengths, replace(rule, window=0))
+
+
+def _packed(chosen: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """``[T, K] int32``, key indices without the padding between them, and how many, ``[T]``."""
+    there = (chosen >= 0) & (chosen < num_keys)
+    count = chosen.shape[1]
+    # In place: of a long prompt these are the largest tensors beside the outputs.
+    place = there.cumsum(-1).sub_(1).masked_fill_(~there, count)
+    table = chosen.new_full((len(chosen), count + 1), -1).scatter_(1, place, chosen)
+    return table[:, :count], there.sum(-1, dtype=torch.int32)

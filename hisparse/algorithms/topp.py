@@ -83,7 +83,7 @@ def _store(keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | 
     # Quantise with the rounded range, which later steps decode with.
     ranges = torch.cat([low, width], -1).to(torch.bfloat16)
     low, width = ranges.float().split(1, -1)
-    code = ((keys - low) / width.clamp(min=1e-30)).round_().clamp_(0, _LEVELS).to(torch.uint8)
+    code = (keys - low).div_(width.clamp(min=1e-30)).round_().clamp_(0, _LEVELS).to(torch.uint8)
     if code.shape[-1] % 2:
         code = torch.nn.functional.pad(code, (0, 1))
     first, second = code.chunk(2, -1)

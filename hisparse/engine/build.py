@@ -180,6 +180,7 @@ def resolve(
         captured_request_bytes=call(
             algorithm.captured_bytes, None, policy, -(-resources.context_length // spec.page_size)
         ),
+        prefill_choices=policy.max_pages * spec.page_size if algorithm.indexer else 0,
         extra_tables=_extra_tables(config, policy),
     )
     return EngineSetup(

@@ -287,8 +287,9 @@ class Prefill:
                 # The windows of later queries begin after the tile.
                 count = min(distance + len(keys) + rule.window - 1, count)
             if count:
-                new = self._attend_keys(q[:count], keys, values, rule, distance, positions)
-                attended = _merge_first(new, attended)
+                part = q[:count], keys, values, rule, distance, positions
+                # Not kept: it would stay until that of the next tile is there.
+                attended = _merge_first(self._attend_keys(*part), attended)
         return attended
 
     def _attend_keys(

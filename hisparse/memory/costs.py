@@ -59,6 +59,7 @@ def make_sizing_request(
     host_token_bytes: int,
     adapter: type[BackendAdapter],
     captured_request_bytes: int = 0,
+    prefill_choices: int = 0,
     extra_tables: ExtraTables = lambda max_requests, context_pages: (),
 ) -> SizingRequest:
     """Collect the costs of a token, a page and a row, and fixed costs, on one rank.
@@ -71,13 +72,15 @@ def make_sizing_request(
         host_token_bytes: host memory for one token beside K and V, see :func:`host_token_bytes`.
         adapter: the attention backend.
         captured_request_bytes: the algorithm's intermediates for a request of a captured step.
+        prefill_choices: tokens that the algorithm chooses for each token of a prompt; 0: none.
         extra_tables: tables that extensions attend over.
     """
     config, spec, stored = resolved.config, policy.kv, format_of(policy.kv)
     # Layers with a window have device pages and no representations.
     num_selecting = spec.selecting.num_layers
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
-    prefill = prefill_bytes(spec, min(resources.chunk_tokens, resources.context_length))
+    prefill_tokens = min(resources.chunk_tokens, resources.context_length)
+    prefill = prefill_bytes(spec, prefill_tokens, prefill_choices)
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
     copies = resources.node_ranks if stored.replicated else 1
     request = SizingRequest(
@@ -144,18 +147,20 @@ def _workspace_bytes(
     return decoded + adapter.workspace_bytes(policy.kv, tables)
 
 
-def prefill_bytes(kv: KVSpec, tokens: int) -> int:
+def prefill_bytes(kv: KVSpec, tokens: int, chosen: int = 0) -> int:
     """Device memory for outputs of a prefill while a tile of the prefix is merged, in bytes.
 
-    The merged output in float32, before and after, and the tile's in the model's dtype, with their
-    log-sum-exps. The kernels themselves keep logits in registers.
+    The merged output in float32, before and after, and the tile's in the model's dtype; their
+    log-sum-exps and weights; the tokens that each query attends, as positions and as keys. The
+    kernels themselves keep logits in registers.
 
     Args:
         kv: shapes of the model.
         tokens: tokens of the prefill.
+        chosen: tokens that the algorithm chooses for each of them to attend; 0: all before it.
     """
     value_bytes = 4 + 4 + kv.dtype.itemsize
-    return tokens * kv.num_q_heads * (kv.v_head_dim * value_bytes + 3 * 4)
+    return tokens * (kv.num_q_heads * (kv.v_head_dim * value_bytes + 5 * 4) + 2 * 4 * chosen)
 
 
 def host_token_bytes(kept: Mapping[str, Representation], kv: KVSpec) -> int:

@@ -7,8 +7,10 @@ too, but CUDA kernels run on fibers and Triton's on its interpreter.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -108,6 +110,23 @@ def run_proxy_on_fibers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(on_gpu, "DEVICE_MEMORY", {})
     patch.setattr(on_gpu, "PINNED_MEMORY", {})
     patch.setattr(torch.cuda, "synchronize", lambda: None)
+    shuffle_programs(patch)
+
+
+def shuffle_programs(patch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter run the programs of each launch in an order of its own."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    set_dim, set_index, random = builder.set_grid_dim, builder.set_grid_idx, Random(0)
+    left: list[tuple[int, ...]] = []
+
+    def begin(*grid: int) -> None:
+        set_dim(*grid)
+        left[:] = itertools.product(*map(range, grid))
+        random.shuffle(left)
+
+    patch.setattr(builder, "set_grid_dim", begin)
+    patch.setattr(builder, "set_grid_idx", lambda *index: set_index(*left.pop()))
 
 
 #: Whether ``torch.empty`` gives NaN, and the largest integers. On a GPU PyTorch would refuse some

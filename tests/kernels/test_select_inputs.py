@@ -29,12 +29,12 @@ def test_scores_of_any_dtype_are_compared_as_they_are(impl: str, dtype: torch.dt
     generator = torch.Generator().manual_seed(1)
     scores = all_values(dtype)[torch.randperm(2**16, generator=generator)][None, None]
     counter, total = torch.tensor([0]), i32([2**16])
-    for most in (5, 2**15 - 9, 2**15 + 700):
+    for most in (5, 2**15 + 700):
         rule = SelectRule(heads=1, max_pages=most, invalid_scores=counter)
         got, want = (select(scores, total, rule, impl=name) for name in (impl, "reference"))
         assert torch.equal(got.pages, want.pages)
         assert torch.equal(got.lengths, want.lengths)
-    assert counter.tolist() == [6]
+    assert counter.tolist() == [4]
 
 
 @pytest.mark.parametrize("heads", [1, 3], ids=lambda h: f"select{h}")

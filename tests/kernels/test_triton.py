@@ -18,7 +18,7 @@ from hisparse.errors import KernelError
 from hisparse.kernels import SelectRule, select
 from scripts.gpu_check import SUITES
 from tests.kernels.conftest import CUDA_TESTS
-from tests.kernels.sass import Loop, blocks_per_sm, hot_loop
+from tests.kernels.sass import Loop, blocks_per_sm, hot_loop, ptx_fault
 from tests.sizes import SWEEPS, sized
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +71,8 @@ def test_what_the_engine_launches_compiles_without_spills(archs: str) -> None:
         kernel = f"summary.score_kernel {formats}"
         assert any(line.startswith(f"sm_{arch}") and kernel in line for line in table)
     assert any(" attention.attend_kernel" in line and "scaled=1" in line for line in table)
+    # Its PTX is looked at: barriers before and behind the arrival of a split.
+    assert any(" attention.attend_kernel" in line and "split=1" in line for line in table)
 
 
 def test_a_selection_of_fixed_length_is_for_cuda() -> None:
@@ -102,6 +104,19 @@ def test_machine_code_is_read() -> None:
     assert hot_loop(CODE) == (8, Loop(4, 32 * (1 + 16)))
     straight = CODE.replace("@P0 BRA `(.L_x_1)", "NOP").replace("@P1 BRA `(.L_x_0)", "NOP")
     assert hot_loop(straight) == (8, Loop(8, 32 * (16 + 1 + 16)))
+
+
+def test_an_arrival_stands_between_two_barriers() -> None:
+    right = """st.global.v4.b32 [%rd1], {%r1, %r2};
+bar.sync 0; bar.sync 0;
+@%p1 atom.global.gpu.acq_rel.add.u32 %r3, [%rd2], 1;
+bar.sync 0;
+ld.global.b32 %r4, [%rd1];"""
+    assert ptx_fault(right, merges=True) == ""
+    assert "bar.sync" in ptx_fault(right.replace("bar.sync 0; bar.sync 0;", ""), merges=True)
+    assert "bar.sync" in ptx_fault(right.replace("bar.sync 0;\nld", "ld"), merges=True)
+    assert "without" in ptx_fault(right.replace("acq_rel", "relaxed"), merges=True)
+    assert "ld.global.nc" in ptx_fault(right.replace("ld.global", "ld.global.nc"), merges=False)
 
 
 def test_blocks_that_fit_a_multiprocessor() -> None:

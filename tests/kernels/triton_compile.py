@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.fake_cuda.variants import SHORT, WHOLE, Variant, variants
-from tests.kernels.sass import Loop, blocks_per_sm, hot_loop
+from tests.kernels.sass import Loop, blocks_per_sm, hot_loop, ptx_fault
 
 ARCHS = (80, 90, 100)
 #: Bytes of shared memory that a block may take: a launch that asks for more fails.
@@ -46,7 +46,7 @@ class Usage(NamedTuple):
         warps: of a block.
         instructions: of the whole program.
         loop: its hottest loop, or else the program.
-        error: why it did not compile; empty: it did.
+        error: why it did not compile, or what is wrong with its PTX; empty: nothing.
     """
 
     variant: str
@@ -96,28 +96,29 @@ def compile_one(variant: Variant, arch: int) -> Usage:
     )
     target = GPUTarget("cuda", arch, 32)
     try:
-        cubin, log, metadata = compiled_with_report(source, target, dict(variant.options))
+        compiled, log = compiled_with_report(source, target, dict(variant.options))
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return Usage(str(variant), arch, error=f"does not compile: {lines[-1]}")
     registers, spills = reported(log)
-    instructions, loop = hot_loop(disassembled(cubin))
+    instructions, loop = hot_loop(disassembled(compiled.asm["cubin"]))
     return Usage(
         str(variant),
         arch,
         registers=registers,
         spills=spills,
-        shared=metadata.shared,
-        warps=metadata.num_warps,
+        shared=compiled.metadata.shared,
+        warps=compiled.metadata.num_warps,
         instructions=instructions,
         loop=loop,
+        error=ptx_fault(compiled.asm["ptx"], merges=bool(variant.named.get("split"))),
     )
 
 
 def compiled_with_report(
     source: ASTSource, target: GPUTarget, options: dict[str, Any]
-) -> tuple[bytes, str, Any]:
-    """Machine code, ptxas's report, and Triton's metadata."""
+) -> tuple[Any, str]:
+    """What Triton compiled, and ptxas's report."""
     log = io.StringIO()
     # What a cache holds has no report.
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
@@ -125,7 +126,7 @@ def compiled_with_report(
         triton.knobs.nvidia.dump_ptxas_log = True
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             compiled = triton.compile(source, target=target, options=options)
-    return compiled.asm["cubin"], log.getvalue(), compiled.metadata
+    return compiled, log.getvalue()
 
 
 def reported(log: str) -> tuple[int, int]:

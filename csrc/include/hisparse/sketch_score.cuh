@@ -7,11 +7,11 @@ namespace hisparse {
 
 // blockIdx.x is the request, KV head and tile of its queries, blockIdx.y the run of pages; if there
 // are tail pages the first blocks are for those.
-template <typename Layout, int kTiles, int kWords, int kParts>
+template <typename Layout, int kTiles, int kParts>
 __global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlocks : 3)
     sketch_score_kernel(const __grid_constant__ SketchScoreParams p) {
   wait_for_earlier_launches();
-  using Scorer = SketchScorer<Layout, kTiles, kWords, kParts>;
+  using Scorer = SketchScorer<Layout, kTiles, kParts>;
   const int32_t part = static_cast<int32_t>(blockIdx.x) % p.tiles;
   const int32_t head = static_cast<int32_t>(blockIdx.x) / p.tiles % p.kv_heads;
   const int32_t request = static_cast<int32_t>(blockIdx.x) / p.tiles / p.kv_heads;

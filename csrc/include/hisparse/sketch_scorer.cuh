@@ -17,7 +17,7 @@ namespace hisparse {
 
 // One warp's pages. With g = lane / 4 and t = lane % 4, a lane has the scores of pages g and g + 8
 // for queries 2t and 2t + 1 of each tile of eight.
-template <typename Layout, int kTiles, int kWords, int kParts>
+template <typename Layout, int kTiles, int kParts>
 struct SketchScorer {
   static constexpr int kQueries = kTiles * kTileQueries;
   // Where there are many channels, reads of all of them at once would take too many registers.
@@ -175,10 +175,10 @@ struct SketchScorer {
     return low << 7 | high << 23;
   }
 
-  // Sums of products of codes and queries: of the tokens of kWords words, less their row's power of
-  // four, and with 1 in place of each code.
+  // Sums of products of codes and queries: of the tokens of a word, less their row's power of four,
+  // and with 1 in place of each code.
   struct Sums {
-    float codes[kWords][kTiles][4], ones[kTiles][4];
+    float codes[kTiles][4], ones[kTiles][4];
   };
 
   // The left factor's registers for one matrix: tokens g and g + 8, channels `first` and `second`.
@@ -208,27 +208,23 @@ struct SketchScorer {
       multiply_add(sums.ones[tile], ones, b[tile][0], b[tile][1]);
       multiply_add(sums.ones[tile], ones, b[tile][2], b[tile][3]);
     }
+    uint32_t x[8];
+    if (layout().code_bytes() == 4) {
+      const auto* at = reinterpret_cast<const uint4*>(sketch + layout().dim + 4 * slot);
+      const uint4 low = at[0], high = at[1];
+      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+      x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+    } else {
+      for (int i = 0; i < 8; ++i) x[i] = codes_of(sketch, slot + i, word);
+    }
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      if (4 * (word + w) >= layout().code_bytes()) break;
-      uint32_t x[8];
-      if (layout().code_bytes() == 4) {
-        const auto* at = reinterpret_cast<const uint4*>(sketch + layout().dim + 4 * slot);
-        const uint4 low = at[0], high = at[1];
-        x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-        x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-      } else {
-        for (int i = 0; i < 8; ++i) x[i] = codes_of(sketch, slot + i, word + w);
-      }
+    for (int two = 0; two < 4; two += 2) {
+      uint32_t a[4];
+      codes_to(a, 0, x[2 * two], x[2 * two + 1]);
+      codes_to(a, 1, x[2 * two + 2], x[2 * two + 3]);
 #pragma unroll
-      for (int two = 0; two < 4; two += 2) {
-        uint32_t a[4];
-        codes_to(a, 0, x[2 * two], x[2 * two + 1]);
-        codes_to(a, 1, x[2 * two + 2], x[2 * two + 3]);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          multiply_add(sums.codes[w][tile], a, b[tile][two], b[tile][two + 1]);
-        }
+      for (int tile = 0; tile < kTiles; ++tile) {
+        multiply_add(sums.codes[tile], a, b[tile][two], b[tile][two + 1]);
       }
     }
   }
@@ -246,14 +242,10 @@ struct SketchScorer {
       const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
       multiply_add(sums.ones[tile], ones, b[tile]);
     }
+    uint32_t a[4];
+    codes_to(a, 0, codes_of(sketch, slot, word), codes_of(sketch, slot + 1, word));
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      if (4 * (word + w) >= layout().code_bytes()) break;
-      uint32_t a[4];
-      codes_to(a, 0, codes_of(sketch, slot, word + w), codes_of(sketch, slot + 1, word + w));
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) multiply_add(sums.codes[w][tile], a, b[tile]);
-    }
+    for (int tile = 0; tile < kTiles; ++tile) multiply_add(sums.codes[tile], a, b[tile]);
   }
 
   // The weights of a page's tokens g, g + 8 and so on, added up. Returns the largest exponent.
@@ -264,7 +256,7 @@ struct SketchScorer {
     const uint16_t* own = order + page * sizes().slots();
     float worst = 0.0f;
 #pragma unroll 1
-    for (int32_t word = 0; 4 * word < l.code_bytes(); word += kWords) {
+    for (int32_t word = 0; 4 * word < l.code_bytes(); ++word) {
       Sums sums{};
 #pragma unroll kUnroll
       for (int32_t slot = 0; slot < whole_slots(); slot += 32) {
@@ -275,14 +267,13 @@ struct SketchScorer {
         add_some(sketch, own, slot, word, sums);
       }
 #pragma unroll
-      for (int i = 0; i < 4 * kTiles * kWords; ++i) {
-        const int w = i / (4 * kTiles), tile = i / 4 % kTiles, place = i % 4;
+      for (int i = 0; i < 4 * kTiles; ++i) {
+        const int tile = i / 4, place = i % 4;
         const float factor = factors[tile][place % 2];
         // A code's last bit is 2^-24, and scales are times 2^5.
         const float shift = sums.ones[tile][place % 2] * (factor * (-1.5f * 0x1p-5f));
-        const float exponent =
-            fmaf(sums.codes[w][tile][place], factor * 0x1p19f * row, shift);
-        const int32_t token = kWordTokens * (word + w) + 8 * (place / 2) + g;
+        const float exponent = fmaf(sums.codes[tile][place], factor * 0x1p19f * row, shift);
+        const int32_t token = kWordTokens * word + 8 * (place / 2) + g;
         const bool there = l.page_size % kWordTokens == 0 || token < l.page_size;
         worst = fmaxf(worst, there ? fabsf(exponent) : 0.0f);
         total[tile][place % 2] += there ? power_of_two(exponent) : 0.0f;

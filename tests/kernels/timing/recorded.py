@@ -223,7 +223,8 @@ def _triton_kernel(variant: Variant) -> tuple[Compiled, int, int]:
         attrs={at: [["tt.divisibility", by]] for at, by in variant.attributes},
     )
     target = GPUTarget("cuda", ARCH, 32)
-    cubin, log, metadata = compiled_with_report(source, target, dict(variant.options))
+    compiled, log = compiled_with_report(source, target, dict(variant.options))
+    cubin, metadata = compiled.asm["cubin"], compiled.metadata
     (program,) = programs(cubin, disassembled(cubin)).values()
     code = Compiled(program, *reported(log), 0)
     return code, 32 * metadata.num_warps, metadata.shared

@@ -1,0 +1,70 @@
+"""What a layer launches for a chunk of a prompt, and the memory that it takes, on a fake device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from hisparse.memory.costs import prefill_bytes
+from tests.fake_cuda.device import fake_cuda
+from tests.fake_cuda.engine import LAYER, FakeEngine, model
+from tests.fake_cuda.test_captured_memory import Peak
+from tests.fake_cuda.test_launches import NAMES, algorithm_of
+
+#: Tokens of the chunk and of the prefix, which is read in eight tiles.
+CHUNK, PREFIX = 2048, 8192
+#: The most kernels that a layer launches for the chunk; those of a tile are about 11.
+LAUNCHES = {"dsa": 240, "snapkv": 230, "topp": 130}
+USUAL_LAUNCHES = 115
+#: Query heads: those of the model, and fewer, where outputs do not hide what else is allocated.
+HEADS = {"GQA": 32, "MLA": 128}
+FEW_HEADS = {"GQA": 8, "MLA": 16}
+
+
+def cases() -> Iterator[tuple[str, str, str, int]]:
+    for name in NAMES:
+        for kind in ("MLA",) if algorithm_of(name).indexer else ("GQA", "MLA"):
+            yield name, kind, "triton", HEADS[kind]
+    yield from (("sketch", kind, "triton", heads) for kind, heads in FEW_HEADS.items())
+    yield from (("quest", kind, "torch", heads) for kind, heads in HEADS.items())
+    yield "topp", "GQA", "triton", FEW_HEADS["GQA"]
+    yield "dsa", "MLA", "triton", FEW_HEADS["MLA"]
+    yield "dsa", "MLA", "dsa", HEADS["MLA"]
+
+
+def launches_and_peak(name: str, kind: str, adapter: str, heads: int) -> tuple[int, int, int]:
+    """Kernels of one layer, the most bytes that it takes at once, and the bytes charged for it."""
+    algorithm, peak = algorithm_of(name), Peak()
+    sizes = algorithm.page_sizes
+    spec = model(kind, sizes and sizes[0], num_q_heads=heads)
+    with fake_cuda() as launches:
+        engine = FakeEngine(launches, algorithm, spec, "layer", adapter=adapter)
+        layer = launches.layer
+
+        @contextmanager
+        def watched(number: int) -> Iterator[None]:
+            with layer(number):
+                if number == LAYER:
+                    with peak:
+                        yield
+                else:
+                    yield
+
+        launches.layer = watched  # type: ignore[method-assign]
+        # Launches would hold their tensors.
+        launches.add = lambda x: launches.all.append(replace(x, arguments={}))  # type: ignore[method-assign]
+        engine.prefill(CHUNK, PREFIX)
+        chosen = engine.policy.max_pages * spec.page_size if algorithm.indexer else 0
+        launched = launches.of_layer(LAYER).total()
+    return launched, peak.most, prefill_bytes(spec, CHUNK, chosen)
+
+
+@pytest.mark.parametrize(("name", "kind", "adapter", "heads"), list(cases()))
+def test_a_chunk_takes_what_is_charged(name: str, kind: str, adapter: str, heads: int) -> None:
+    launched, taken, charged = launches_and_peak(name, kind, adapter, heads)
+    assert launched <= LAUNCHES.get(name, USUAL_LAUNCHES)
+    # A chunk's tensors beside those of attention are smaller, and gone by then.
+    assert 0.9 * charged <= taken <= charged
