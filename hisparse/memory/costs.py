@@ -83,6 +83,8 @@ def make_sizing_request(
     prefill = prefill_bytes(spec, prefill_tokens, prefill_choices)
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
     copies = resources.node_ranks if stored.replicated else 1
+    # Each rank maps all of a pool that ranks share.
+    mapped_bytes = spec.page_size * (stored.token_bytes + host_token_bytes)
     request = SizingRequest(
         kv_token_bytes=-(-stored.token_bytes // copies) + host_token_bytes,
         representation_page_bytes=entry_bytes(kept, "page") * num_selecting,
@@ -103,12 +105,8 @@ def make_sizing_request(
         captured_request_bytes=captured_request_bytes,
         indexed=resources.device_type != "cpu",
         draft_page_bytes=spec.page_size * resources.draft_token_bytes,
-        # Each rank maps all of a pool that ranks share.
-        mapping_page_bytes=_mapping_bytes(
-            resources.device_type, spec.page_size * (stored.token_bytes + host_token_bytes)
-        ),
+        mapping_page_bytes=_mapping_bytes(resources.device_type, mapped_bytes),
     )
-
     by_power = (1 << power for power in range(_WORKSPACES))
     workspace = partial(_workspace_bytes, request, resolved, policy, adapter, extra_tables)
     return replace(request, workspace_bytes=tuple(prefill + workspace(most) for most in by_power))

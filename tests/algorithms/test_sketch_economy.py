@@ -107,10 +107,14 @@ def test_two_percent_on_the_device_and_the_rest_in_host_memory() -> None:
         for on in (False, True)
     )
     key_bytes = TOKEN_BYTES // 2
-    assert economy.device_bytes_per_token <= 0.02 * key_bytes < default.device_bytes_per_token
+    # A GPU's page tables for registered host memory are not what an algorithm keeps.
+    outline, sketch = (
+        found.device_bytes_per_token - found.host_bytes_per_token // 512
+        for found in (economy, default)
+    )
+    assert outline <= 0.02 * key_bytes < sketch
     # What the default keeps on the device lies in host memory.
-    moved = economy.host_bytes_per_token - default.host_bytes_per_token
-    assert moved == default.device_bytes_per_token
+    assert economy.host_bytes_per_token - default.host_bytes_per_token == sketch
     assert economy.max_requests > 1.15 * default.max_requests
 
 
