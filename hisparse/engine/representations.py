@@ -142,6 +142,9 @@ class _LayerTensor(Tensor):
         layer, *rest = key if isinstance(key, tuple) else (key,)
         return (self._places[int(layer)], *rest)
 
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
     def __getitem__(self, key: Any) -> Tensor:
         return super().__getitem__(self._at(key))
 

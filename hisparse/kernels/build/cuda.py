@@ -41,7 +41,7 @@ def load_cuda() -> Any:
 
         return tvm_ffi.load_module(str(build_cuda()))
     except (ImportError, OSError, RuntimeError, CannotBuildError) as error:
-        reason = one_line(error)
+        reason = str(error) if isinstance(error, CannotBuildError) else one_line(error)
         logger.warning("CUDA kernels are off, PyTorch's operators do their work: %s", reason)
         return reason
 

@@ -24,7 +24,7 @@ __all__ = [
 
 _I32, _I64 = torch.int32, torch.int64
 #: Scratch of ``rebalance`` on a GPU, unless one row takes more: enough blocks to fill one.
-_SCRATCH_BYTES = 16 << 20
+REBALANCE_BYTES = 16 << 20
 
 
 class TailPools(NamedTuple):
@@ -91,7 +91,7 @@ def _rebalance_on_cuda(
     """With scratch for as many rows as change at once, and a plan in which no row changes yet."""
     layers, _, slots = more[0].slot_pages.shape
     row_bytes = max(8 * layers * slots, 1)
-    at_once = min(len(rows), max(_SCRATCH_BYTES // row_bytes, 1))
+    at_once = min(len(rows), max(REBALANCE_BYTES // row_bytes, 1))
     scratch = capacity.new_empty((at_once, layers, 2, slots))
     ungrouped(call, rows, new, capacity, *more, scratch, capacity.new_full((len(rows), 2), -1))
 
