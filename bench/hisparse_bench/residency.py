@@ -89,7 +89,8 @@ class _Rows:
         rows, device = self.chain.shape[1], self.chain.device
         slot = torch.arange(self.slots, dtype=torch.int32, device=device).repeat(rows, 1)
         pages = torch.arange(slot.numel(), dtype=torch.int32, device=device).view_as(slot)
-        state = RowState.empty(slot, pages, self.table.shape[1])
+        index = slot.new_full((rows, self.table.shape[1]), -1)
+        state = RowState(torch.full_like(slot, -1), slot, pages, index)
         capacity = torch.full((rows,), self.slots, dtype=torch.int32, device=device)
         real = torch.full((1,), rows, dtype=torch.int32, device=device)
         return state, capacity, real, torch.arange(rows, device=device)

@@ -13,8 +13,10 @@ from hisparse.cache.device_pool import DevicePool, RowSnapshot
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.kernels import (
     TailPages,
+    TailPools,
     gather_pages,
     gather_tokens,
+    promote_tail,
     scatter_tokens,
     upload,
     verify_indices,
@@ -24,7 +26,7 @@ from hisparse.types import PagedKV, StoredKV
 
 def _pools(*stored: StoredKV) -> Iterator[list[PagedKV]]:
     """Keys and values of each, and then the scales of each, if they have any."""
-    yield [each.kv for each in stored]
+    yield [PagedKV(each.k, each.v) for each in stored]
     scales = [each.scales for each in stored if each.scales is not None]
     if len(scales) == len(stored):
         yield [PagedKV(each, each) for each in scales]
@@ -54,13 +56,13 @@ def move_pages(
     src: StoredKV, src_pages: Tensor, dst: StoredKV, dst_pages: Tensor, *, heads: int = 1
 ) -> None:
     """Copy pages; see :func:`hisparse.kernels.gather_pages`."""
-    gather_pages(src.kv, src_pages, dst.kv, dst_pages, heads=heads)
+    source, target = PagedKV(src.k, src.v), PagedKV(dst.k, dst.v)
+    gather_pages(source, src_pages, target, dst_pages, heads=heads)
     if src.scales is not None and dst.scales is not None:
         # A page's scales are contiguous: as one "token" they move in few, wide loads.
-        source, target = (x.view(*x.shape[:2], 1, -1) for x in (src.scales, dst.scales))
-        gather_pages(
-            PagedKV(source, source), src_pages, PagedKV(target, target), dst_pages, heads=heads
-        )
+        rows = (x.view(*x.shape[:2], 1, -1) for x in (src.scales, dst.scales))
+        source, target = (PagedKV(x, x) for x in rows)
+        gather_pages(source, src_pages, target, dst_pages, heads=heads)
 
 
 class KVReadWrite:
@@ -76,6 +78,7 @@ class KVReadWrite:
         self._host = host
         self._device = device
         self._checked = checked
+        self._decode_pages = device.format.page_decoder()
 
     def write(self, layer_id: int, host_slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write new tokens through to host memory: ``host_slots [T]``, ``k, v [T, Hkv, D]``."""
@@ -124,11 +127,44 @@ class KVReadWrite:
             k, v = (x.unflatten(0, (-1, kv.num_kv_heads, copies))[:, :, 0, 0] for x in (k, v))
         return PagedKV(k, v)
 
+    def promote_tails(
+        self, layer_id: int, step: DecodeStep, filled: Tensor, *, with_values: bool
+    ) -> tuple[Tensor, ...]:
+        """Move full tail pages into the LRU, as the hottest pages.
+
+        Args:
+            layer_id: layer number.
+            step: the requests that decode.
+            filled: ``[R] bool``, rows with a full tail page.
+            with_values: whether to return values too.
+
+        Returns:
+            K, or K and V, of the full tail pages, each ``[B, Hkv, S, D]``; the entries of other
+            requests mean nothing.
+        """
+        form = self._host.format
+        k, v = (*form.copied_parts(self._device.stored(layer_id)), None, None)[:2]
+        copies = promote_tail(
+            step.rows,
+            step.num_pages,
+            filled,
+            step.capacity,
+            self._device.state(layer_id),
+            self._device.tail_pages[layer_id],
+            pools=TailPools(k, v if with_values else None, self._host.kv.num_kv_heads),
+        )
+        if k is None:
+            # Kernels copy pages as they are; these have to be decoded. They lie where they lay.
+            tails = self.read_tails(layer_id, step)
+            return tails if with_values else tails[:1]
+        return form.join(copies).kv if with_values else copies
+
     def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
         """The tail pages, in place or decoded."""
         stored, pages = self._device.stored(layer_id), step.row_tails[layer_id]
-        readable = self._device.format.readable_pages(stored, pages)
-        return TailPages(*readable, step.row_tail_lens)
+        if self._decode_pages is not None:
+            stored, pages = self._decode_pages(stored, pages)
+        return TailPages(stored, pages, step.row_tail_lens)
 
     def host_pages(self, layer_id: int) -> PagedKV:
         """K and V of the host pool, each ``[host pages, Hkv, S, D]``.

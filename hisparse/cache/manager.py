@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
-from hisparse.algorithms import DecodeStep
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
@@ -14,14 +12,14 @@ from hisparse.cache.residency import Residency, RowCapacities
 from hisparse.cache.staging import Staging
 from hisparse.cache.streams import SideStreams
 from hisparse.cache.swap_in import SwapIn
-from hisparse.kernels import TailPools, promote_tail
 
 
 class SparseKVCacheManager:
     """Keeps a working set of each request's pages on the device.
 
     A decode layer makes three calls: ``kv_io.append`` writes the new token, ``loader.swap_in``
-    makes the selected pages resident, and :meth:`finish` moves full tail pages into the LRU.
+    makes the selected pages resident, and ``kv_io.promote_tails`` moves full tail pages into the
+    LRU.
 
     Args:
         host: the whole KV cache.
@@ -81,35 +79,3 @@ class SparseKVCacheManager:
         if self.overlaps:
             self.staging.discard_next()
             self.streams.join_all()
-
-    def finish(
-        self, layer_id: int, step: DecodeStep, filled: Tensor, *, with_values: bool
-    ) -> tuple[Tensor, ...]:
-        """Move full tail pages into the LRU, as the hottest pages.
-
-        Args:
-            layer_id: layer number.
-            step: the requests that decode.
-            filled: ``[R] bool``, rows with a full tail page.
-            with_values: whether to return values too.
-
-        Returns:
-            K, or K and V, of the full tail pages, each ``[B, Hkv, S, D]``; the entries of other
-            requests mean nothing.
-        """
-        form = self.host.format
-        k, v = (*form.copied_parts(self.device.stored(layer_id)), None, None)[:2]
-        copies = promote_tail(
-            step.rows,
-            step.num_pages,
-            filled,
-            step.capacity,
-            self.device.state(layer_id),
-            self.device.tail_pages[layer_id],
-            pools=TailPools(k, v if with_values else None, self.host.kv.num_kv_heads),
-        )
-        if k is None:
-            # Kernels copy pages as they are; these have to be decoded. They lie where they lay.
-            tails = self.kv_io.read_tails(layer_id, step)
-            return tails if with_values else tails[:1]
-        return form.join(copies).kv if with_values else copies

@@ -195,8 +195,8 @@ class DecodeLayer:
             step: the last token of each request.
             filled, host_pages: see :attr:`DecodeStep.filled`.
         """
-        has_entries = not self._policy.kv.window(layer_id)
-        tails = self._manager.finish(
+        has_entries = layer_id in self._policy.kv.full_layers
+        tails = self._manager.kv_io.promote_tails(
             layer_id, step, filled, with_values=has_entries and bool(self._storing)
         )
         if not has_entries:

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 import torch
 
-from hisparse.kernels import RowState, lru_diff
-from tests.kernels.world import i32
+from hisparse.kernels import lru_diff
+from tests.kernels.world import empty_state, i32
 
 SLOTS, PAGES, HEADS = 24, 40, 3
 
@@ -28,7 +28,7 @@ def test_the_same_rows_are_served_in_order(impl: str, seed: int) -> None:
     rows = (torch.tensor(slots)[:, None] * HEADS + torch.arange(HEADS)).flatten()
     count = len(rows)
     order = torch.arange(SLOTS, dtype=torch.int32).repeat(5 * HEADS, 1)
-    once, many = (RowState.empty(order.clone(), order.clone(), PAGES) for _ in range(2))
+    once, many = (empty_state(order.clone(), order.clone(), PAGES) for _ in range(2))
     capacity, real = i32([SLOTS] * count), i32([count - HEADS])
     table = i32([rng.sample(range(500), PAGES) for _ in slots])
     for _ in range(4):

@@ -10,7 +10,7 @@ import torch
 from hisparse.kernels import LruDiff, RowState, lru_diff, promote_tail, rebalance, reset_rows
 from tests.kernels.lru_oracle import LruOracle
 
-__all__ = ["World", "i32", "indexed"]
+__all__ = ["World", "empty_state", "i32", "indexed"]
 
 #: Pages of the index of each row.
 INDEXED = 5000
@@ -31,6 +31,12 @@ def indexed(slot_pages: torch.Tensor, lru_order: torch.Tensor, *more: torch.Tens
             page_slots[(*at[:-1], page)] = at[-1]
     device_pages = more[0] if more else lru_order.clone()
     return RowState(slot_pages, lru_order, device_pages, page_slots)
+
+
+def empty_state(lru_order: torch.Tensor, device_pages: torch.Tensor, num_pages: int) -> RowState:
+    """Tables of rows whose slots are all empty; the longest sequence has ``num_pages``."""
+    page_slots = lru_order.new_full((len(lru_order), num_pages), -1)
+    return RowState(torch.full_like(lru_order, -1), lru_order, device_pages, page_slots)
 
 
 @dataclass

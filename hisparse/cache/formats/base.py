@@ -22,6 +22,10 @@ from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, Store
 #: ``BackendAdapter.attend``.
 Attend = Callable[[Tensor, StoredKV, Tensor, Tensor, AttentionRule], Attended]
 
+#: Takes ``[N, Hr, S, D]`` pages and the ``[n] int32`` ones to decode, -1 for none; returns decoded
+#: pages, and the index there of each.
+PageDecoder = Callable[[StoredKV, Tensor], tuple[StoredKV, Tensor]]
+
 
 class StoredPart(NamedTuple):
     """A tensor of a format, for one token and KV head.
@@ -188,17 +192,9 @@ class KVFormat(ABC):
         """The tensors of :attr:`parts` if a copy of pages needs no conversion; else none."""
         return ()
 
-    def readable_pages(self, stored: StoredKV, pages: Tensor) -> tuple[StoredKV, Tensor]:
-        """Some pages as kernels read them: in place, or decoded.
-
-        Args:
-            stored: ``[N, Hr, S, D]``.
-            pages: ``[n] int32``; -1: no page.
-
-        Returns:
-            Pages, and the index there of each of ``pages``.
-        """
-        return stored, pages
+    def page_decoder(self) -> PageDecoder | None:
+        """What decodes pages that kernels cannot read; None: they read all pages in place."""
+        return None
 
     def attend_with(self, adapter: BackendAdapter, max_pages: int) -> Attend:
         """What attends ``q [R, Q, D]`` over device pages: it is called as ``adapter.attend``.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter, merge_attended
-from hisparse.cache.formats.base import Attend
+from hisparse.cache.formats.base import Attend, PageDecoder
 from hisparse.cache.formats.latent import LatentFormat
 from hisparse.config import LATENT_FORMATS
 from hisparse.kernels import LatentRow, decode_latents, encode_latents
@@ -46,7 +46,10 @@ class LatentFP8(LatentFormat):
         table = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
         return self._decode(tokens, table, stored.k.shape[:-1], out)
 
-    def readable_pages(self, stored: StoredKV, pages: Tensor) -> tuple[StoredKV, Tensor]:
+    def page_decoder(self) -> PageDecoder:
+        return self._decode_pages
+
+    def _decode_pages(self, stored: StoredKV, pages: Tensor) -> tuple[StoredKV, Tensor]:
         shape = (*pages.shape, *stored.k.shape[1:-1])
         decoded = self._decode(stored.k[:, 0], pages, shape, None)
         own = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device)
@@ -85,7 +88,7 @@ class LatentFP8(LatentFormat):
         width = count if rule.window else max_pages + 1
         for first in range(0, count, width):
             pages = page_table[:, first : first + width]
-            kv, own = self.readable_pages(stored, pages.flatten())
+            kv, own = self._decode_pages(stored, pages.flatten())
             lens = (seq_lens - first * size).clamp(0, pages.shape[1] * size)
             part = adapter.attend(q, kv.kv, own.view(pages.shape), lens, rule)
             attended = part if attended is None else merge_attended(attended, part)

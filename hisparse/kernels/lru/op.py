@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg, Result
@@ -43,18 +44,6 @@ class RowState(NamedTuple):
     lru_order: Tensor
     device_pages: Tensor
     page_slots: Tensor | None = None
-
-    @classmethod
-    def empty(cls, lru_order: Tensor, device_pages: Tensor, num_pages: int) -> RowState:
-        """Tables of rows whose slots are all empty.
-
-        Args:
-            lru_order: ``[NR, C] int32``.
-            device_pages: ``[NR, C] int32``.
-            num_pages: pages of the longest sequence.
-        """
-        page_slots = lru_order.new_full((len(lru_order), num_pages), -1)
-        return cls(torch.full_like(lru_order, -1), lru_order, device_pages, page_slots)
 
     def layer(self, layer_id: int) -> RowState:
         """One layer of tables ``[L, NR, ...]``."""
@@ -163,6 +152,48 @@ def _scratch(state: RowState, rows: Tensor, width: int) -> Tensor:
     return rows.new_empty((rows.shape[0], num_bytes), dtype=torch.uint8)
 
 
+def with_dense_requests(
+    selection: Tensor | None, lengths: Tensor | None, rows: DecodeRows, width: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Write every page into the selections of dense requests.
+
+    Returns:
+        the selection ``[R, width]``, its lengths ``[R]``, and ``[R] bool``, rows of dense requests;
+        None: there are none.
+    """
+    if selection is not None and selection.shape[1] < width:
+        selection = pad(selection, (0, width - selection.shape[1]), value=-1)
+    if selection is not None and lengths is not None and rows.dense is None:
+        return selection, lengths, None
+    heads = rows.rows.shape[0] // max(len(rows.num_pages), 1)
+    num_pages = rows.num_pages.repeat_interleave(heads)
+    page = torch.arange(width, dtype=torch.int32, device=num_pages.device)
+    every_page = torch.where(page < num_pages[:, None], page, -1)
+    if selection is None or lengths is None or rows.dense is None:
+        return every_page, num_pages, torch.ones_like(num_pages, dtype=torch.bool)
+    dense = rows.dense.repeat_interleave(heads)
+    selection = torch.where(dense[:, None], every_page, selection)
+    return selection, torch.where(dense, num_pages, lengths), dense
+
+
+def _tables_on_cpu(
+    call: Callable[..., Any],
+    selection: Tensor | None,
+    lengths: Tensor | None,
+    rows: DecodeRows,
+    state: RowState,
+    page_size: int,
+    width: int,
+    tail_below: int,
+) -> Any:
+    """A row that lacks a page keeps its length: attention refuses the -1."""
+    # C++ takes `dense` by row.
+    selection, lengths, dense = with_dense_requests(selection, lengths, rows, width)
+    return call(
+        selection, lengths, *rows[:7], dense, rows.malformed, *state, page_size, tail_below, width
+    )
+
+
 LRU_DIFF = Operation(
     __name__,
     "lru_diff",
@@ -214,6 +245,7 @@ DIFF_TABLES = Operation(
     Result("num_misses", _I32, "R"),
     on="rows",
     values=("width",),
+    cpu=_tables_on_cpu,
     cuda=lambda call, selection, lengths, rows, state, page_size, width, tail_below: call(
         selection,
         lengths,

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hisparse.kernels.lru.op import DecodeRows, DiffTables, LruDiff, RowState
+from hisparse.kernels.lru.op import (
+    DecodeRows,
+    DiffTables,
+    LruDiff,
+    RowState,
+    with_dense_requests,
+)
 
 
 class _Intersection(NamedTuple):
@@ -229,7 +235,10 @@ def diff_tables(
     attended = pad(attended.masked_fill(absent[:, None], -1), (0, 1), value=-1)
     lengths = lengths.masked_fill(absent, 0)
     attended.scatter_(1, lengths[:, None].long(), rows.tail_pages[:, None])
-    tail_lens = torch.where((lengths < tail_below) | dense, rows.tail_lens, 0)
+    has_tail = lengths < tail_below
+    if dense is not None:
+        has_tail |= dense
+    tail_lens = torch.where(has_tail, rows.tail_lens, 0)
     loads = page_table(state.device_pages, rows.rows, diff.load_device_slots)
     return DiffTables(
         attended,
@@ -238,38 +247,6 @@ def diff_tables(
         diff.load_host_pages,
         diff.num_hits,
         diff.num_misses,
-    )
-
-
-def with_dense_requests(
-    selection: Tensor | None, lengths: Tensor | None, rows: DecodeRows, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Write every page into the selections of dense requests.
-
-    Returns:
-        the selection ``[R, width]``, its lengths ``[R]``, and ``[R] bool``, rows of dense requests.
-    """
-    count, device = rows.rows.shape[0], rows.rows.device
-    heads = count // max(len(rows.num_pages), 1)
-    everything = rows.num_pages.repeat_interleave(heads)
-    if selection is None or lengths is None:
-        dense = torch.ones(count, dtype=torch.bool, device=device)
-    elif rows.dense is None:
-        dense = torch.zeros(count, dtype=torch.bool, device=device)
-    else:
-        dense = rows.dense.repeat_interleave(heads)
-    if selection is not None and lengths is not None:
-        selection = pad(selection, (0, width - selection.shape[1]), value=-1)
-        if rows.dense is None:
-            return selection, lengths, dense
-    page = torch.arange(width, dtype=torch.int32, device=device)
-    every_page = torch.where(page < everything[:, None], page, -1)
-    if selection is None or lengths is None:
-        return every_page, everything, dense
-    return (
-        torch.where(dense[:, None], every_page, selection),
-        torch.where(dense, everything, lengths),
-        dense,
     )
 
 

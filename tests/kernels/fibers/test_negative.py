@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hisparse.kernels import RowState, lru_diff
+from hisparse.kernels import lru_diff
 from tests.kernels.conftest import ON_FIBERS, run_on_fibers
 from tests.kernels.fibers.build import load, spoiled
 from tests.kernels.fibers.traces import run_traces
-from tests.kernels.world import i32
+from tests.kernels.world import empty_state, i32
 
 
 def test_the_kernels_as_they_are_pass(fibers: str) -> None:
@@ -127,7 +127,7 @@ def test_threads_that_stray_are_reported_and_the_next_launch_runs(
 ) -> None:
     def step(num_pages: int) -> list[int]:
         order = torch.arange(40, dtype=torch.int32).repeat(2, 1)
-        state = RowState.empty(order.clone(), order.clone(), 40)
+        state = empty_state(order.clone(), order.clone(), 40)
         table = torch.arange(num_pages, dtype=torch.int32).repeat(2, 1)
         selection = i32([[3, 5, 3]] * 2)
         diff = lru_diff(selection, table, i32([40, 40]), i32([2]), state, impl=misled)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hisparse.kernels import (
     DecodeRows,
-    RowState,
     SelectRule,
     diff_tables,
     gather_pages,
@@ -23,6 +22,7 @@ from hisparse.kernels import (
 )
 from hisparse.testing.recording import record
 from hisparse.types import PagedKV
+from tests.kernels.world import empty_state
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 
@@ -40,7 +40,7 @@ class Step:
         self.device = PagedKV(*(torch.zeros(shape, device=device) for _ in range(2)))
         slots = torch.arange(SLOTS, dtype=torch.int32, device=device).repeat(ROWS, 1)
         pages = torch.arange(ROWS * SLOTS, dtype=torch.int32, device=device).view(ROWS, SLOTS)
-        self.state = RowState.empty(slots, pages, PAGES)
+        self.state = empty_state(slots, pages, PAGES)
         self.capacity = torch.full((ROWS,), SLOTS, dtype=torch.int32, device=device)
         self.real = torch.ones(1, dtype=torch.int32, device=device) * ROWS
         self.rows = torch.arange(ROWS, device=device)
