@@ -128,10 +128,11 @@ def _sglang() -> Iterator[str]:
     yield _table(("flag", "with hisparse"), [(f"`{flag}`", text) for flag, text in _FLAGS])
     yield "## Metrics"
     yield (
-        "With `--enable-metrics`, SGLang's `/metrics` has these, with the labels `model_name` and "
-        "`tp_rank`, and with\nreplicas `dp_rank`. Names that end with `_total` are counters, the "
-        "others gauges. Pages, selections and tokens\nare counted over layers and rows. A key in "
-        "the second column adds the metric; `layer_metrics` also adds the label `layer`."
+        "With `--enable-metrics`, SGLang's `/metrics` exports the metrics below. Each has the "
+        "labels `model_name` and\n`tp_rank`, and `dp_rank` with replicas. Names that end in "
+        "`_total` are counters; all others are gauges.\nPages, selections and tokens are counted "
+        "over layers and rows. A key in the second column adds the metric;\n`layer_metrics` also "
+        "adds the label `layer`."
     )
     yield _table(
         ("metric", "with", "meaning"),

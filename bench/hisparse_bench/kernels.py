@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
 from hisparse.errors import ConfigError
 from hisparse.kernels import SketchLayout, page_score, page_sketch, paged_attention, sketch_score
 from hisparse.kernels.build.compiler import SOURCES, CannotBuildError
@@ -58,8 +60,6 @@ def read(tensors: Sequence[Tensor], threads: int) -> None:
         _library().read(tensor, threads)
 
 
-#: Quest's and Sketch's defaults.
-_RANGES, _DETAIL = 4, 0.3125
 _PEAK, _READ = "multiply_add", "read"
 
 
@@ -192,7 +192,7 @@ class KernelsBench(ModelShape):
 
     def _page_score(self, dtype: torch.dtype) -> _Work:
         pages = self.context // self.page_size
-        shape = (pages, _RANGES, self.kv_heads, 2 * self.head_dim)
+        shape = (pages, Quest.ranges, self.kv_heads, 2 * self.head_dim)
         # Quest scales ranges to the largest number of fp8, 448, and stores no subnormal ones.
         ranges = 100 * torch.randn(shape)
         ranges = ranges.where(ranges.abs() >= 2**-6, 0).clamp_(-448, 448)
@@ -204,12 +204,12 @@ class KernelsBench(ModelShape):
             dtype=str(dtype).removeprefix("torch."),
             run=lambda copy, impl: page_score(query, summaries[copy][0], table, count, impl=impl),
             inputs=summaries,
-            multiply_adds=2 * self.head_dim * self.q_heads * pages * _RANGES,
+            multiply_adds=2 * self.head_dim * self.q_heads * pages * Quest.ranges,
         )
 
     def _sketch_score(self) -> _Work:
         pages, size = self.context // self.page_size, self.page_size
-        layout = SketchLayout(self.head_dim, size, round(_DETAIL * self.head_dim))
+        layout = SketchLayout(self.head_dim, size, round(Sketch.detail * self.head_dim))
         shape = (pages, self.kv_heads, layout.num_bytes)
         sketch = torch.empty(shape, dtype=torch.uint8)
         keys = torch.randn(pages, size, self.kv_heads, self.head_dim)

@@ -206,7 +206,7 @@ class Residency:
             if slot in self._replaced and before is not None:
                 now = now[: len(before)].clone()
                 replaced = before != now
-                # A GPU is not asked, which would take as long as the forward before this one.
+                # We do not read this from the GPU: the read would wait for the previous forward.
                 if replaced.is_cuda or bool(replaced.any()):
                     drop_pages(self._state_rows([slot]), replaced, self._device.states)
                     self._host_pages[slot] = now

@@ -193,13 +193,15 @@ def read_result(file: Path) -> dict[str, Any]:
 
 def _check_line(where: str, line: dict[str, Any]) -> None:
     if line["budget"] is None and line["method"] != DENSE:
-        raise ConfigError(f"{where}: got no budget for {quoted(line['method'])}")
+        raise ConfigError(f"{where}: got no budget for {quoted(line['method'])}, expected tokens")
     for name in FIGURES:
         if line.get(name) is None:  # A cell has none of these figures.
             continue
         interval = line["intervals"].get(name)
         if interval is None or len(interval) != 2:
-            raise ConfigError(f"{where}: got {interval} as interval of {name}, not low and high")
+            raise ConfigError(
+                f"{where}: got {interval} as interval of {name}, expected low and high"
+            )
 
 
 Line = dict[str, Any]

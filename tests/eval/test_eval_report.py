@@ -251,7 +251,7 @@ def test_saved_results_make_the_same_report_without_a_model(
         (json.dumps({**result(), "summary": [{"kl": 1}]}), "summary[0] lacks adjacent_overlap"),
         (json.dumps({**result(), "cells": [7]}), "cells[0]: got 7, expected an object"),
         (json.dumps(changed(kl="0.1")), "summary[0]: kl: got '0.1' (str), expected float"),
-        (json.dumps(changed(intervals={})), "got None as interval of kl, not low and high"),
+        (json.dumps(changed(intervals={})), "got None as interval of kl, expected low and high"),
         (json.dumps(changed(hit_ratio={"9x": 0.5})), "the figures of a result contradict"),
     ],
     ids=lambda value: value[:20],
