@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hisparse.cache import SparseKVCacheManager, swap_in
+from hisparse.cache import swap_in
 from hisparse.cache.kv_io import KVReadWrite
 from hisparse.testing import Simulator
 
@@ -24,12 +24,12 @@ def count(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counte
 
 @pytest.mark.parametrize("scope", ["layer", "kv_head", "query_head"])
 def test_a_decode_layer_enters_three_times(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Append, swap in, finish; the last one only in a step that fills a tail page."""
+    """Append, swap in, promote; the last one only in a step that fills a tail page."""
     counts: Counter[str] = Counter()
     for owner, name in (
         (KVReadWrite, "append"),
         (swap_in.SwapIn, "swap_in"),
-        (SparseKVCacheManager, "finish"),
+        (KVReadWrite, "promote_tails"),
     ):
         count(monkeypatch, owner, name, counts)
     sim = Simulator(scope=scope, layers=3)
@@ -43,4 +43,4 @@ def test_a_decode_layer_enters_three_times(scope: str, monkeypatch: pytest.Monke
     assert counts == once
     counts.clear()
     sim.decode(request)
-    assert counts == once | {"finish": 3}
+    assert counts == once | {"promote_tails": 3}
