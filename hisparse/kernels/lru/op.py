@@ -11,7 +11,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg, Result
 from hisparse.kernels.build.cuda import call_cuda
-from hisparse.kernels.operation import Operation, ungrouped
+from hisparse.kernels.operation import Operation
 
 __all__ = [
     "DecodeRows",
@@ -173,12 +173,16 @@ LRU_DIFF = Operation(
     *_STATE,
     Arg("rows", _I64, "R"),
     Arg("num_pages", _I32, "T", optional=True),
-    Result("curr_device_slots", _I32, "R K"),
-    Result("load_host_pages", _I32, "R K"),
-    Result("load_device_slots", _I32, "R K"),
-    Result("num_hits", _I32, "R"),
-    Result("num_misses", _I32, "R"),
-    cpu=ungrouped,
+    results=(
+        Result("curr_device_slots", _I32, "R K"),
+        Result("load_host_pages", _I32, "R K"),
+        Result("load_device_slots", _I32, "R K"),
+        Result("num_hits", _I32, "R"),
+        Result("num_misses", _I32, "R"),
+    ),
+    cpu=lambda call, selection, table, capacity, num_real_rows, state, rows, num_pages: call(
+        selection, table, capacity, num_real_rows, *state, rows, num_pages
+    ),
     cuda=lambda call, selection, table, capacity, num_real_rows, state, rows, num_pages: call(
         selection,
         table,
@@ -206,12 +210,14 @@ DIFF_TABLES = Operation(
     Arg("dense", torch.bool, "T", optional=True),
     Arg("malformed", _I64, "1", optional=True, written=True),
     *_STATE,
-    Result("attended", _I32, "R K+1"),
-    Result("seq_lens", _I32, "R"),
-    Result("loads", _I32, "R K"),
-    Result("load_host_pages", _I32, "R K"),
-    Result("num_hits", _I32, "R"),
-    Result("num_misses", _I32, "R"),
+    results=(
+        Result("attended", _I32, "R K+1"),
+        Result("seq_lens", _I32, "R"),
+        Result("loads", _I32, "R K"),
+        Result("load_host_pages", _I32, "R K"),
+        Result("num_hits", _I32, "R"),
+        Result("num_misses", _I32, "R"),
+    ),
     on="rows",
     values=("width",),
     cuda=lambda call, selection, lengths, rows, state, page_size, width, tail_below: call(
@@ -233,7 +239,7 @@ PAGE_TABLE = Operation(
     Arg("device_pages", _I32, "_ _"),
     Arg("rows", _I64, "R"),
     Arg("slots", _I32, "R K"),
-    Result("table", _I32, "R K"),
+    results=(Result("table", _I32, "R K"),),
     cpu=True,
     cuda=True,
 )

@@ -178,7 +178,7 @@ SKETCH_SCORE = Operation(
     Arg("tail.kv.scales", torch.uint8, "N Hr tail 2", optional=True, layout="any"),
     Arg("tail.pages", _I32, "R", optional=True),
     Arg("tail.lens", _I32, "R", optional=True),
-    Result("scores", "query", "B Hq P"),
+    results=(Result("scores", "query", "B Hq P"),),
     values=("D", "S", "bytes"),
     cpu=_score_on_cpu,
     also=_sketches_fit,
@@ -190,7 +190,7 @@ OUTLINE_SCORE = Operation(
     Arg("outlines", torch.uint8, "_ Hkv bytes", layout="all"),
     Arg("host_page_table", _I32, "B P"),
     Arg("num_pages", _I32, "B", layout="all"),
-    Result("scores", torch.float32, "B Hq P"),
+    results=(Result("scores", torch.float32, "B Hq P"),),
     cpu=True,
     also=_outlines_fit,
 )
