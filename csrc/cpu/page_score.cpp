@@ -111,6 +111,7 @@ template <typename T>
 bool score_run(const PageScoreParams& p, int64_t b, int64_t first) {
   const int64_t last = std::min(first + kPagesPerItem, p.width);
   const int64_t present = std::clamp<int64_t>(p.num_pages[b], first, last);
+  if (present == first) return true;
   Ranges<T> all;
   if (!find_ranges(p, p.host_pages[b], first, present, all)) return false;
   // Rows of scores may be a power of two apart. Written page by page, they would compete for one

@@ -277,7 +277,7 @@ bool score_all(const SketchScoreParams& p, const Layout& layout, const Queries& 
 void sketch_score(Arguments& in) {
   const TensorView query = in.tensor(), sketches = in.tensor(), host_page_table = in.tensor(),
                    num_pages = in.tensor();
-  in.skip(4);  // tail
+  in.skip(5);  // tail
   const TensorView scores = in.tensor();
   const auto dim = in.number<int64_t>(), page_size = in.number<int64_t>(),
              num_channels = in.number<int64_t>();

@@ -139,7 +139,7 @@ class DevicePool:
         state.lru_order[rows, :width] = saved.lru_order
         state.device_pages[rows, :width] = saved.device_pages
         self.tail_pages[layer_id, rows] = saved.tail_pages
-        if state.page_slots is not None:
+        if state.page_slots is not None and width:
             held = saved.slot_pages >= 0
             slot = torch.arange(width, device=rows.device)
             # An empty slot repeats what the first one with a page writes.

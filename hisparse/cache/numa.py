@@ -71,7 +71,8 @@ def pool_processors(num_bytes: int, system: Path) -> tuple[set[int], str]:
     if free < num_bytes:
         left = f"has {format_bytes(free)} free of the {format_bytes(num_bytes)} needed"
         return own, f"host pool: on the nodes of all processors, since {where} {left}"
-    return near, f"host pool: {format_bytes(num_bytes)} on {where} by its {len(near)} processors"
+    touched = f"{format_bytes(num_bytes)} touched first by the {len(near)} processors of"
+    return near, f"host pool: {touched} {where.rstrip(',')}"
 
 
 def free_bytes(node: Path) -> int:

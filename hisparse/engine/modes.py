@@ -166,14 +166,6 @@ class AttentionModes:
             return None
         return (num_pages <= self._policy.budget_pages) | (seq_lens <= self._min_sparse_context)
 
-    def is_sparse(self, num_pages: Tensor, dense: Tensor | None) -> Tensor:
-        """Requests beyond the budget that are not ``dense [B] bool``, as ``[B] bool``.
-
-        A sparse part may also contain requests within the budget.
-        """
-        sparse = num_pages > self._policy.budget_pages
-        return sparse if dense is None else sparse & ~dense
-
     def count(
         self, counters: Counters, seq_lens: np.ndarray, masks: ModeMasks, dense: ModeMasks | None
     ) -> None:

@@ -143,6 +143,9 @@ class _LayerTensor(Tensor):
         layer, *rest = np.index_exp[key]
         return (self._places[int(layer)], *rest)
 
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
     def __getitem__(self, key: Any) -> Tensor:
         return super().__getitem__(self._at(key))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hisparse.errors import CapacityError
+from hisparse.kernels.rows.op import REBALANCE_BYTES
 from hisparse.units import format_bytes
 
 #: Default for the number of concurrent requests.
@@ -136,7 +137,8 @@ class SizingRequest:
         # The page tables of a step, and those of the requests' last prefills.
         host_pages = 2 * 4 * slots * self.context_pages
         state = slots * self.request_state_bytes + self.layer_state_bytes
-        return lru + index + page_ids + 4 * rows + host_pages + state
+        scratch = max(REBALANCE_BYTES, 8 * self.num_layers * row_pages) * self.indexed
+        return lru + index + page_ids + 4 * rows + host_pages + state + scratch
 
     def captured_bytes(self, max_requests: int) -> int:
         """What captured steps keep, if steps are captured: inputs and intermediates.
@@ -298,7 +300,7 @@ def _check_one_request(request: SizingRequest) -> None:
         ("captured steps", captured, 'lower the context length or set "cuda_graph": false'),
         ("tables", tables, "lower device_buffer_size"),
         ("row pages", pool, "lower device_buffer_size"),
-        ("representations", request.min_pages_bytes, "lower device_buffer_size"),
+        ("representations and page tables", request.min_pages_bytes, "lower device_buffer_size"),
     )
     left = request.device_bytes
     for term, need, remedy in terms:

@@ -193,7 +193,8 @@ class _StepTimes:
 
     def _kernel_us(self, name: str, pages: float | None = None) -> float:
         pages = self._pages if pages is None else pages
-        return instructions_us(name, self._spec.head_dim, pages, self._batch)
+        spec = self._spec
+        return instructions_us(name, spec.head_dim, pages, self._batch, spec.page_size)
 
 
 def _us(num_bytes: float, gb_s: float) -> float:

@@ -15,21 +15,31 @@ from typing import Any
 
 #: Operations whose work grows with the context.
 OF_CONTEXT = frozenset(["sketch_score", "page_score", "select"])
+#: Tokens of a page for which times were computed, and a width whose sketches have no known layout.
+_PAGE_SIZE, _ANY_LAYOUT = 16, 96
 
 
-def instructions_us(name: str, width: int, pages: float, batch: int) -> float:
-    """The time of an operation's instructions, whatever bytes it moves.
+def instructions_us(
+    name: str, width: int, pages: float, batch: int, page_size: int = _PAGE_SIZE
+) -> float:
+    """The time of an operation's instructions, whatever bytes it moves, with default options.
 
     It is a straight line between the shapes for which it was computed, and of the nearest width.
+    A layout of sketches that ``csrc/sketch_score.cu`` does not know takes the time of the kernel
+    for any layout, by the numbers of a page.
 
     Args:
         name: of the operation.
         width: D, of a key.
         pages: of each request; those that are attended, for ``paged_attention``.
         batch: requests.
+        page_size: tokens of a page.
     """
     costs = _read()
     widths = costs["us"][name]
+    if name == "sketch_score" and (str(width) not in widths or page_size != _PAGE_SIZE):
+        numbers = width * page_size / (_ANY_LAYOUT * _PAGE_SIZE)
+        return numbers * instructions_us(name, _ANY_LAYOUT, pages, batch)
     nearest = min(map(int, widths), key=lambda each: abs(each - width))
     short, long, many = widths[str(nearest)]
     (fewer, more), (_, most) = costs["pages"], costs["batches"]

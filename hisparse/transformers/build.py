@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,7 +93,9 @@ def build_store(
     )
     _check_sizes(setup, max_rows, num_pages)
     setup.sizing = resize(setup.sizing, kv_tokens=num_pages * spec.page_size)
-    host = HostKVPool(spec, num_pages + 1, setup.resolved.layout, pin=device.type == "cuda")
+    pinned = device.type == "cuda"
+    with torch.cuda.device(device) if pinned else contextlib.nullcontext():
+        host = HostKVPool(spec, num_pages + 1, setup.resolved.layout, pin=pinned)
     coordinator = build_engine(setup, host, num_slots=max_rows + 1, device=device)
     shape = {"max_rows": max_rows, "row_pages": row_pages, "num_pages": num_pages}
     return RowStore(coordinator, **shape, device=device), max_length

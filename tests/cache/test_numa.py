@@ -38,7 +38,8 @@ def write(path: Path, text: str) -> None:
 def test_a_pool_that_fits_is_put_on_the_gpu_s_node(system: Path) -> None:
     processors, line = pool_processors(3 * 2**30, system)
     assert processors == {ONE}
-    assert line == "host pool: 3 GiB on NUMA node 1, that of GPU 0000:dc:01.0, by its 1 processors"
+    touched = "host pool: 3 GiB touched first by the 1 processors of NUMA node 1"
+    assert line == f"{touched}, that of GPU 0000:dc:01.0"
 
 
 @pytest.mark.parametrize(
@@ -84,4 +85,4 @@ def test_threads_that_touch_the_pool_are_near(
         assert pool.submit(os.sched_getaffinity, 0).result() == {ONE}
     assert os.sched_getaffinity(0) == OWN
     assert len(caplog.records) == 1
-    assert "1 MiB on NUMA node 1" in caplog.text
+    assert "1 MiB touched first by the 1 processors of NUMA node 1" in caplog.text

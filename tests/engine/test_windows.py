@@ -135,6 +135,7 @@ def test_state_that_skips_layers_is_a_tensor() -> None:
     (state,) = sim.coordinator.representations.tensors.values()
     assert isinstance(state, torch.Tensor) and torch.zeros_like(state).shape == state.shape
     assert len(state) == 2, "of layers 1 and 3"
+    assert repr(state).startswith("tensor(")
     state[3] = 7
     assert (state[3] == 7).all() and (torch.stack(list(state))[1] == 7).all()
     state[3, torch.tensor([5])] = 8

@@ -17,7 +17,7 @@ VALUES: tuple[Any, ...] = (
     "2048", "x" * 3000, "\0", "\n", "a\nb", "\ud800", "😀", "\u202e", "{}", "%s%n", "../..",
     "__class__", "layer", "kv_head", "page_first", "fp8_e4m3", "transfers", "step", "float32",
     [], [0], [0, 1], [0, 0], [-1], [True], [1.0], ["0"], [None], [[0]], [10**18], list(range(300)),
-    {}, {"": 0}, {"min_cosine": 0.5}, {"min_cosine": 2}, {"x": {"y": []}}, {"__proto__": 1},
+    {}, {"": 0}, {"detail": 0.5}, {"detail": 2}, {"x": {"y": []}}, {"__proto__": 1},
 )  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def test_rows_change_at_once_as_one_after_the_other(
     impl: str, count: int, layers: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As C++ changes them on a CPU, which takes one row after the other, whatever is asked for."""
-    monkeypatch.setattr(op, "_SCRATCH_BYTES", 4 * layers * 8 * 5)  # Of four rows.
+    monkeypatch.setattr(op, "REBALANCE_BYTES", 4 * layers * 8 * 5)  # Of four rows.
     rng = Random(count)
     rows = rng.sample(range(count), count)
     before, asked = ([rng.randint(0, n) for _ in rows] for n in (4, most))

@@ -44,7 +44,9 @@ from hisparse.kernels import (
     scatter_tokens,
     select,
     sketch_score,
+    store_index_keys,
 )
+from hisparse.kernels.operation import OPERATIONS
 from hisparse.types import IndexerInputs, PagedKV, StoredKV
 from tests.kernels.world import i32
 
@@ -134,6 +136,7 @@ CALLS = {
         Call(sketch_score, {"query": f32(2, 4, 8), "sketches": u8(4, 2, SKETCH.num_bytes),
                             "host_page_table": i32([[1, 1]] * 2), "num_pages": i32([1, 1]),
                             "layout": SKETCH, "tail": TAIL}),
+        Call(store_index_keys, {"new": f32(1, 8), "keys": f32(4, 8), "host_pages": i32([1])}),
     )
 }  # fmt: skip
 
@@ -248,7 +251,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      "tail.pages: got 3 pages of 1 heads, expected 2 pages of 2 heads, or a multiple of 4"),
     ("sketch_score", {"tail": TAIL._replace(kv=StoredKV(*[f32(4, 1, 4, 9)] * 2, None))},
      "tail.kv.k: got shape"),
+    ("sketch_score", {"tail": TAIL._replace(kv=TAIL.kv._replace(v=f32(4, 1, 4, 8).char()))},
+     "tail.kv.v: got dtype torch.int8, expected torch.float32"),
+    ("sketch_score", {"tail": TAIL._replace(kv=TAIL.kv._replace(v=f32(0, 1, 4, 8)))},
+     r"tail.kv.v: got shape \[0, 1, 4, 8\], expected \[4, 1, 4, any\]"),
+    ("store_index_keys", {"new": f32(1, 9)}, r"keys: got shape \[4, 8\], expected \[any, 9\]"),
+    ("store_index_keys", {"keys": f32(4, 8).half()}, "keys: got dtype torch.float16, expected one"),
+    ("store_index_keys", {"host_pages": i32([1, 2])}, r"host_pages: got shape \[2\], expected"),
+    ("store_index_keys", {"keys": f32(4, 8).to(FP8)}, "scales: got None, expected them"),
 ]  # fmt: skip
+
+
+def test_every_operation_has_a_call() -> None:
+    assert set(OPERATIONS) <= set(CALLS)
 
 
 @pytest.mark.parametrize("name", CALLS)

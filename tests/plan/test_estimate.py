@@ -184,3 +184,12 @@ def test_the_page_about_sizing_has_these_estimates() -> None:
         f"{first[0] // 1024}k tokens on with `sketch` and from {first[1] // 1024}k on with `quest`"
     )
     assert sentence in text, sentence
+
+
+def test_sketches_of_another_layout_take_the_kernel_for_any() -> None:
+    """Not the time of the nearest width that has a kernel of its own."""
+    known, other = (instructions_us("sketch_score", width, 8191, 1) for width in (64, 80))
+    assert other > 5 * known
+    assert instructions_us("sketch_score", 96, 8191, 1, 32) == pytest.approx(
+        2 * instructions_us("sketch_score", 96, 8191, 1)
+    )

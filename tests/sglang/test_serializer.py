@@ -19,8 +19,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "values of another width": {"v_head_dim": 8},
-    "latents": {"latent": True, "num_kv_heads": 1, "head_dim": 24},
-    "pages of one token": {"page_size": 1, "latent": True, "num_kv_heads": 1, "head_dim": 24},
+    "latents": {"attention": "MLA", "num_kv_heads": 1, "head_dim": 24},
+    "pages of one token": {"page_size": 1, "attention": "MLA", "num_kv_heads": 1, "head_dim": 24},
 }
 PAGE_TOKENS, NUM_PAGES = 8, 60
 

@@ -368,7 +368,7 @@ def test_the_file_store_keeps_namespaces_apart_and_tells_damage(tmp_path: Path) 
     assert storage.get(keys, [2, 3]) == [True, True]
     assert torch.equal(buffer.data[2:], records)
     assert storage.put(others[:1], [1])
-    storage.remove(others[:1])
+    storage.remover.remove(others.namespace, others[:1].pages)
     assert storage.get(others[:1], [2]) == [None]
     (segment,) = (tmp_path / "segments").glob("*.seg")
     data = bytearray(segment.read_bytes())

@@ -45,7 +45,7 @@ def _load() -> tuple[Any | None, str | None]:
 
         return tvm_ffi.load_module(str(build_cuda())), None
     except (ImportError, OSError, RuntimeError, CannotBuildError) as error:
-        reason = one_line(error)
+        reason = str(error) if isinstance(error, CannotBuildError) else one_line(error)
         logger.warning("CUDA kernels are off, PyTorch's operators do their work: %s", reason)
         return None, reason
 

@@ -24,7 +24,7 @@ __all__ = [
 
 _I32, _I64 = torch.int32, torch.int64
 #: Scratch of ``rebalance`` on a GPU, unless one row takes more: enough blocks to fill one.
-_SCRATCH_BYTES = 16 << 20
+REBALANCE_BYTES = 16 << 20
 
 
 class TailPools(NamedTuple):
@@ -91,7 +91,7 @@ def _rebalance_on_cuda(call: Callable[..., Any], *tensors: Any) -> None:
     rows, new, capacity, states, *free = tensors
     layers, _, slots = states.slot_pages.shape
     row_bytes = max(8 * layers * slots, 1)
-    at_once = min(len(rows), max(_SCRATCH_BYTES // row_bytes, 1))
+    at_once = min(len(rows), max(REBALANCE_BYTES // row_bytes, 1))
     scratch = capacity.new_empty((at_once, layers, 2, slots))
     plan = capacity.new_full((len(rows), 2), -1)
     call(rows, new, capacity, *states, *free, scratch, plan)

@@ -152,7 +152,7 @@ def _score_on_cpu(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
     """Pages here, tail pages by attention."""
     *tensors, tail, layout, scale = more
     query = scaled_query(query, scale)
-    scores = call(query, *tensors, None, None, None, None, *layout)
+    scores = call(query, *tensors, None, None, None, None, None, *layout)
     return scores, None if tail is None else tail_lse(query, tail, PAGED_ATTENTION.function("cpu"))
 
 
@@ -178,6 +178,8 @@ SKETCH_SCORE = Operation(
     Arg("tail.kv.scales", torch.uint8, "N Hr tail 2", optional=True, layout="any"),
     Arg("tail.pages", _I32, "R", optional=True),
     Arg("tail.lens", _I32, "R", optional=True),
+    # Last, since CUDA does not take it.
+    Arg("tail.kv.v", "tail.kv.k", "N Hr tail _", optional=True, layout="any"),
     results=(Result("scores", "query", "B Hq P"),),
     values=("D", "S", "bytes"),
     cpu=_score_on_cpu,
@@ -290,7 +292,7 @@ def sketch_score(
     """
     tensors = (query, sketches, host_page_table, num_pages)
     kv = (None, None) if tail is None else (tail.kv.k, tail.kv.scales)
-    tails = (None, None) if tail is None else (tail.pages, tail.lens)
+    tails = (None,) * 3 if tail is None else (tail.pages, tail.lens, tail.kv.v)
     run = SKETCH_SCORE(impl, *tensors, *kv, *tails, values=_sizes(layout))
     scores, lse = run(*tensors, tail, layout, scale)
     return scores if tail is None else (scores, lse)
