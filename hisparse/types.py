@@ -88,6 +88,10 @@ class KVSpec:
         """The window of a layer; 0: it attends the whole context."""
         return self.windows[layer_id] if self.windows else 0
 
+    def has_entries(self, layer_id: int) -> bool:
+        """Whether an algorithm selects for a layer, and so keeps representations of its pages."""
+        return not (self.windows and self.windows[layer_id])
+
     @cached_property
     def widest_window(self) -> int:
         """The largest window, in tokens; 0: every layer attends the whole context."""
@@ -96,7 +100,7 @@ class KVSpec:
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
         """The layers that attend the whole context: an algorithm selects for them alone."""
-        return tuple(x for x in range(self.num_layers) if not self.window(x))
+        return tuple(x for x in range(self.num_layers) if self.has_entries(x))
 
     @property
     def selecting(self) -> KVSpec:

@@ -11,7 +11,7 @@ from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.cache.formats import KVFormat, format_of
 from hisparse.config import HiSparseConfig, Resolved, find_format
 from hisparse.errors import ConfigError
-from hisparse.kernels.build.cuda import load_cuda
+from hisparse.kernels.build.cuda import why_no_cuda
 from hisparse.types import KVSpec, SelectionScope
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ def not_captured(config: HiSparseConfig, device_type: str) -> str | None:
     reason = config.not_captured(device_type)
     if reason is None and not (config.adapter is None or ADAPTERS.get(config.adapter).capturable):
         reason = f"adapter {config.adapter} does not support it"
-    if reason is None and isinstance(library := load_cuda(), str):
-        reason = f"there are no CUDA kernels ({library})"
+    if reason is None and (fault := why_no_cuda()):
+        reason = f"there are no CUDA kernels ({fault})"
     return reason
 
 

@@ -248,11 +248,10 @@ class SparseCoordinator:
         """Build representations of a chunk from loaded K and V ``[T, Hkv, D]``.
 
         Loaded chunks have no queries; only algorithms with a ``query_window`` need them. An
-        algorithm that asks the model's indexer needs its outputs for these tokens. A layer with a
-        window has no representations.
+        algorithm that asks the model's indexer needs its outputs for these tokens.
         """
         self.representations.apply_resets()
-        if self.policy.kv.window(layer_id):
+        if not self.policy.kv.has_entries(layer_id):
             return
         no_queries = k.new_zeros(0, self.policy.kv.num_q_heads, k.shape[-1])
         self.prefill.summarize(layer_id, chunk, no_queries, PagedKV(k, v), indexer)

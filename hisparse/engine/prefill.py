@@ -94,7 +94,7 @@ class Prefill:
             new = q[tokens], k[tokens], v[tokens]
             pages = self._page_aligned(layer_id, chunk, *new[1:])
             positions = None
-            if not self._policy.kv.window(layer_id):
+            if self._policy.kv.has_entries(layer_id):
                 inputs = None if indexer is None else indexer.take(tokens)
                 step = self.summarize(layer_id, chunk, new[0], pages, inputs)
                 algorithm = self._components.algorithm

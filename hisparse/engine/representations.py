@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,7 +140,7 @@ class _LayerTensor(Tensor):
         return view
 
     def _at(self, key: Any) -> Any:
-        layer, *rest = key if isinstance(key, tuple) else (key,)
+        layer, *rest = np.index_exp[key]
         return (self._places[int(layer)], *rest)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]

@@ -87,7 +87,7 @@ class RestoredPages:
 
     def prepare(self, layer_id: int) -> None:
         """Build the representations of this forward's restored pages in one layer."""
-        if self._build is None or self._manager.host.kv.window(layer_id):
+        if self._build is None or not self._manager.host.kv.has_entries(layer_id):
             return
         for chunk in self._chunks:
             pages = chunk.host_pages_cpu[chunk.start // self._size :].long()

@@ -300,9 +300,9 @@ class _Verification:
         return [tensor[layer_id, pages] for tensor in self._tensors(layer_id)]
 
     def _tensors(self, layer_id: int) -> list[Tensor]:
-        """Representations of pages; a layer with a window has none."""
-        windowed = self._manager.host.kv.window(layer_id)
-        return [] if windowed else self._representations.per_page
+        """Representations of pages, if the layer has any."""
+        has_entries = self._manager.host.kv.has_entries(layer_id)
+        return self._representations.per_page if has_entries else []
 
     def _go_back(self, layer_id: int, number: int, undo: _Undo) -> None:
         """Return to the state after earlier tokens of a run, in one layer."""

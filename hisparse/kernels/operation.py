@@ -65,11 +65,11 @@ class Operation:
     Args:
         declared_in: name of the module that declares it; the implementations lie beside that.
         name: of its functions, and of its native kernels.
-        arguments: the tensors that it takes, then those that a native kernel returns.
+        arguments: the tensors that it takes.
+        results: the tensors that a native kernel returns.
         values: names of what the check gets in addition to tensors.
         cpu: stands in for a function in ``cpu.py``: takes :meth:`on_cpu` and the arguments of an
-            implementation, and calls the one with the others. True if they are the same,
-            :func:`ungrouped` if they are but for groups of tensors.
+            implementation, and calls the one with the others. True if they are the same.
         cuda: the same for CUDA C++.
         sizes: names of sizes of results that no tensor has.
         on: the tensor on whose device the others are; the first one if None.
@@ -81,7 +81,8 @@ class Operation:
         self,
         declared_in: str,
         name: str,
-        *arguments: Arg | Result,
+        *arguments: Arg,
+        results: tuple[Result, ...] = (),
         values: tuple[str, ...] = (),
         cpu: _Adapter | bool = False,
         cuda: _Adapter | bool = False,
@@ -90,11 +91,10 @@ class Operation:
         also: Callable[[Mapping[str, Any], Mapping[str, Any]], None] | None = None,
     ) -> None:
         self.name = name
-        self.arguments = [x for x in arguments if isinstance(x, Arg)]
+        self.arguments = arguments
         layouts = ((i, x.layout) for i, x in enumerate(self.arguments))
         self._layouts = [(i, layout) for i, layout in layouts if layout != "any"]
-        results = [x for x in arguments if isinstance(x, Result)]
-        self._make_results = _makers(self.arguments, results, sizes)
+        self._make_results = _makers(arguments, results, sizes)
         self._num_sizes = len(sizes)
         self._values = values
         self._adapters = {"cpu": cpu, "cuda": cuda}
@@ -143,14 +143,11 @@ class Operation:
         if impl == "auto":
             if place.kind == "cpu":
                 return self.function("reference" if cpu_library() is None else "cpu")
-            found = _cuda(self, place)
-            return self.function("reference") if isinstance(found, str) else found
+            reason = _why_not(place, "cuda", build_cuda.cuda_library)
+            return self.function("reference" if reason else "cuda")
         if impl not in IMPLEMENTATIONS:
             raise KernelError(unknown_name("implementation", impl, ("auto", *IMPLEMENTATIONS)))
-        found = IMPLEMENTATIONS[impl](self, place)
-        if isinstance(found, str):
-            raise KernelError(f"implementation {impl!r}: {found} (choices: auto, reference)")
-        return found
+        return IMPLEMENTATIONS[impl](self, place)
 
     def _check(self, tensors: Sequence[Tensor | None], values: Sequence[Any]) -> None:
         sizes: Sizes = dict(zip(self._values, values, strict=True))
@@ -183,9 +180,9 @@ class Operation:
         """The call of a native kernel that the declaration describes."""
         adapt = self._adapters.get(impl, False)
         call = self.on_cpu if impl == "cpu" else self.on_cuda
-        if isinstance(adapt, bool):
-            return call if adapt else None
-        return functools.partial(adapt, call)
+        if adapt is True:
+            return call
+        return functools.partial(adapt, call) if adapt else None
 
     def on_cpu(self, *arguments: Any) -> Any:
         """Call the C++ kernel of this name, with new results after the tensors.
@@ -224,17 +221,6 @@ class Operation:
             if layout == "all" or tensor.stride(-1) != 1:
                 given[index] = tensor.contiguous()
         return given
-
-
-def ungrouped(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a native kernel with the arguments of an implementation, groups taken apart."""
-    flat: list[Any] = []
-    for x in arguments:
-        if isinstance(x, tuple):
-            flat.extend(x)
-        else:
-            flat.append(x)
-    return call(*flat)
 
 
 def _makers(
@@ -308,36 +294,34 @@ def why_no_triton() -> str | None:
     return None
 
 
-def _cpu(operation: Operation, place: Place) -> Implementation | str:
-    if place.kind != "cpu":
+def _why_not(place: Place, kind: str, library: Callable[[], Any]) -> str | None:
+    """One line that says why native kernels cannot run on tensors at a place; None: they can."""
+    if place.kind != kind:
         return f"tensors are on {place.devices}"
-    if cpu_library() is None:
-        return "the library cannot be built"
-    return operation.function("cpu")
+    return "the library cannot be built" if library() is None else None
 
 
-def _cuda(operation: Operation, place: Place) -> Implementation | str:
-    if place.kind != "cuda":
-        return f"tensors are on {place.devices}"
-    if build_cuda.cuda_library() is None:
-        return "the library cannot be built"
-    return operation.function("cuda")
-
-
-def _triton(operation: Operation, place: Place) -> Implementation | str:
+def _why_not_triton(operation: Operation) -> str | None:
     reason = why_no_triton()
     if reason is None and operation.own("triton") is None:
         reason = f"{operation.name} has none"
-    return reason or operation.function("triton")
+    return reason
 
 
-#: By name: a function that returns an operation's function, or one line that says why it cannot
-#: run on tensors at a place.
-IMPLEMENTATIONS: dict[str, Callable[[Operation, Place], Implementation | str]] = {
+def _unless(reason: str | None, operation: Operation, impl: str) -> Implementation:
+    if reason is not None:
+        raise KernelError(f"implementation {impl!r}: {reason} (choices: auto, reference)")
+    return operation.function(impl)
+
+
+#: By name: finds an operation's function for tensors at a place, or raises ``KernelError``.
+IMPLEMENTATIONS: dict[str, Callable[[Operation, Place], Implementation]] = {
     "reference": lambda operation, place: operation.function("reference"),
-    "cpu": _cpu,
-    "cuda": _cuda,
-    "triton": _triton,
+    "cpu": lambda operation, place: _unless(_why_not(place, "cpu", cpu_library), operation, "cpu"),
+    "cuda": lambda operation, place: _unless(
+        _why_not(place, "cuda", build_cuda.cuda_library), operation, "cuda"
+    ),
+    "triton": lambda operation, place: _unless(_why_not_triton(operation), operation, "triton"),
 }
 #: All operations by name, as their modules are imported.
 OPERATIONS: dict[str, Operation] = {}

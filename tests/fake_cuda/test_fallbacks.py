@@ -89,7 +89,7 @@ def capture(name: str, kind: str, adapter: str, *, warm_up: bool = True, **absen
 
 @pytest.mark.parametrize("adapter", list(ADAPTERS))
 def test_steps_of_every_adapter_are_captured(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "load_cuda", object)
+    monkeypatch.setattr(capabilities, "why_no_cuda", lambda: None)
     assert not_captured(HiSparseConfig(adapter=adapter), "cuda") is None
     for kind in MODELS:
         if model(kind).attention in ADAPTERS.get(adapter).attention:
@@ -108,7 +108,7 @@ def test_steps_without_triton_are_captured(name: str) -> None:
 
 
 def test_steps_without_cuda_kernels_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "load_cuda", lambda: "no nvcc found")
+    monkeypatch.setattr(capabilities, "why_no_cuda", lambda: "no nvcc found")
     reason = not_captured(HiSparseConfig(), "cuda")
     assert reason == "there are no CUDA kernels (no nvcc found)"
     with pytest.raises(WrongDevice, match="from cuda:0 to cpu in a captured step"):
@@ -116,7 +116,7 @@ def test_steps_without_cuda_kernels_are_not(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_adapter_says_that_it_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "load_cuda", object)
+    monkeypatch.setattr(capabilities, "why_no_cuda", lambda: None)
     monkeypatch.setattr(ADAPTERS.get("torch"), "capturable", False)
     reason = not_captured(HiSparseConfig(adapter="torch"), "cuda")
     assert reason == "adapter torch does not support it"

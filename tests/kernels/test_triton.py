@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hisparse.errors import KernelError
-from hisparse.kernels import SelectRule, select
+from hisparse.kernels import SelectRule, operation, select
 from scripts.gpu_check import SUITES
 from tests.kernels.conftest import CUDA_TESTS
 from tests.kernels.sass import Loop, blocks_per_sm, hot_loop, ptx_fault
@@ -75,8 +75,10 @@ def test_what_the_engine_launches_compiles_without_spills(archs: str) -> None:
     assert any(" attention.attend_kernel" in line and "split=1" in line for line in table)
 
 
-def test_a_selection_of_fixed_length_is_for_cuda() -> None:
+def test_a_selection_of_fixed_length_is_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton, which only those of varying length reach, it would be ranked by rounded shares."""
+    # Tests on fibers, in the same process, turn Triton off.
+    monkeypatch.setattr(operation, "why_no_triton", lambda: None)
     one = torch.zeros(1, 1, 4), torch.tensor([4], dtype=torch.int32)
     with pytest.raises(KernelError, match="got a rule without mass and within.*choices: auto, cud"):
         select(*one, SelectRule(heads=1, max_pages=2), impl="triton")

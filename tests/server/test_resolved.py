@@ -60,7 +60,7 @@ def test_fp8_by_the_flag_or_by_the_key() -> None:
 def test_a_gpu_captures_decode_steps_where_it_can(
     config: object, captured: bool, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capabilities, "load_cuda", object if kernels else lambda: "no nvcc found")
+    monkeypatch.setattr(capabilities, "why_no_cuda", lambda: None if kernels else "no nvcc found")
     monkeypatch.setenv(IN_USE, "")
     args = server_args("--device", "cuda", config=config)
     prepare_before_resolution(args)
@@ -70,7 +70,7 @@ def test_a_gpu_captures_decode_steps_where_it_can(
 
 
 def test_a_gpu_without_kernels_is_not_asked_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capabilities, "load_cuda", lambda: "no nvcc found")
+    monkeypatch.setattr(capabilities, "why_no_cuda", lambda: "no nvcc found")
     message = r'got true, but there are no CUDA kernels \(no nvcc found\); expected "auto" or false'
     with pytest.raises(ConfigError, match=message):
         _check_graphs(HiSparseConfig(cuda_graph=True), SimpleNamespace(device="cuda"))

@@ -135,7 +135,7 @@ def test_without_cuda_kernels_one_line_says_why_no_step_is_captured(
         device_bytes=4 * GIB, host_bytes=64 * GIB, tp=1, weight_bytes=GIB, mem_fraction=0.85
     )
     stand_in(monkeypatch, machine, 4)
-    monkeypatch.setattr(capabilities, "load_cuda", lambda: "no nvcc found")
+    monkeypatch.setattr(capabilities, "why_no_cuda", lambda: "no nvcc found")
     # As the process that starts this one has decided.
     monkeypatch.setenv(features.IN_USE, "server replicas")
     caplog.set_level("INFO")

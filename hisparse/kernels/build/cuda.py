@@ -29,21 +29,25 @@ _FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-Werror", "all-warnings"]
 
 def cuda_library() -> Any | None:
     """The library of CUDA kernels; None: there is none."""
-    library = load_cuda()
-    return None if isinstance(library, str) else library
+    return _load()[0]
+
+
+def why_no_cuda() -> str | None:
+    """One line that says why there are no CUDA kernels; None: there are."""
+    return _load()[1]
 
 
 @functools.cache
-def load_cuda() -> Any:
-    """The library of CUDA kernels, built first if needed; on failure one line, which is logged."""
+def _load() -> tuple[Any | None, str | None]:
+    """The library, built first if needed; on failure one line instead, which is logged."""
     try:
         import tvm_ffi
 
-        return tvm_ffi.load_module(str(build_cuda()))
+        return tvm_ffi.load_module(str(build_cuda())), None
     except (ImportError, OSError, RuntimeError, CannotBuildError) as error:
         reason = str(error) if isinstance(error, CannotBuildError) else one_line(error)
         logger.warning("CUDA kernels are off, PyTorch's operators do their work: %s", reason)
-        return reason
+        return None, reason
 
 
 def call_cuda(name: str, *arguments: object) -> Any:

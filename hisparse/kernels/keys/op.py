@@ -29,7 +29,7 @@ KEY_SCORE = Operation(
     __name__,
     "key_score",
     *_INPUTS,
-    Result("scores", torch.float32, "B Hq P"),
+    results=(Result("scores", torch.float32, "B Hq P"),),
     cpu=lambda call, query, keys, host_page_table, num_pages, reduce, logit_cap: call(
         query, keys, host_page_table, num_pages, reduce == "lse", logit_cap
     ),

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg, Result
 from hisparse.kernels.build.cuda import call_cuda
-from hisparse.kernels.operation import Operation, ungrouped
+from hisparse.kernels.operation import Operation
 
 __all__ = [
     "DecodeRows",
@@ -204,12 +204,16 @@ LRU_DIFF = Operation(
     *_STATE,
     Arg("rows", _I64, "R"),
     Arg("num_pages", _I32, "T", optional=True),
-    Result("curr_device_slots", _I32, "R K"),
-    Result("load_host_pages", _I32, "R K"),
-    Result("load_device_slots", _I32, "R K"),
-    Result("num_hits", _I32, "R"),
-    Result("num_misses", _I32, "R"),
-    cpu=ungrouped,
+    results=(
+        Result("curr_device_slots", _I32, "R K"),
+        Result("load_host_pages", _I32, "R K"),
+        Result("load_device_slots", _I32, "R K"),
+        Result("num_hits", _I32, "R"),
+        Result("num_misses", _I32, "R"),
+    ),
+    cpu=lambda call, selection, table, capacity, num_real_rows, state, rows, num_pages: call(
+        selection, table, capacity, num_real_rows, *state, rows, num_pages
+    ),
     cuda=lambda call, selection, table, capacity, num_real_rows, state, rows, num_pages: call(
         selection,
         table,
@@ -237,12 +241,14 @@ DIFF_TABLES = Operation(
     Arg("dense", torch.bool, "T", optional=True),
     Arg("malformed", _I64, "1", optional=True, written=True),
     *_STATE,
-    Result("attended", _I32, "R K+1"),
-    Result("seq_lens", _I32, "R"),
-    Result("loads", _I32, "R K"),
-    Result("load_host_pages", _I32, "R K"),
-    Result("num_hits", _I32, "R"),
-    Result("num_misses", _I32, "R"),
+    results=(
+        Result("attended", _I32, "R K+1"),
+        Result("seq_lens", _I32, "R"),
+        Result("loads", _I32, "R K"),
+        Result("load_host_pages", _I32, "R K"),
+        Result("num_hits", _I32, "R"),
+        Result("num_misses", _I32, "R"),
+    ),
     on="rows",
     values=("width",),
     cpu=_tables_on_cpu,
@@ -265,7 +271,7 @@ PAGE_TABLE = Operation(
     Arg("device_pages", _I32, "_ _"),
     Arg("rows", _I64, "R"),
     Arg("slots", _I32, "R K"),
-    Result("table", _I32, "R K"),
+    results=(Result("table", _I32, "R K"),),
     cpu=True,
     cuda=True,
 )
@@ -310,18 +316,13 @@ def lru_diff(
             implementation.
     """
     if rows is None:
-        rows = _first_rows(selection, state)
+        count, held = len(selection), len(state.slot_pages)
+        if count > held:
+            raise KernelError(f"slot_pages: got {held} rows, expected {count} or more")
+        rows = torch.arange(count, device=selection.device)
     tensors = (selection, host_page_table, capacity, num_real_rows, *state, rows, num_pages)
     run = LRU_DIFF(impl, *tensors)
     return LruDiff(*run(*tensors[:4], state, rows, num_pages))
-
-
-def _first_rows(selection: Tensor, state: RowState) -> Tensor:
-    """One state row after the other."""
-    count, held = len(selection), len(state.slot_pages)
-    if count > held:
-        raise KernelError(f"slot_pages: got {held} rows, expected {count} or more")
-    return torch.arange(count, device=selection.device)
 
 
 def diff_tables(

@@ -11,7 +11,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg, check_all
 from hisparse.kernels.lru.op import RowState
-from hisparse.kernels.operation import Operation, ungrouped
+from hisparse.kernels.operation import Operation
 
 __all__ = [
     "TailPools",
@@ -67,33 +67,34 @@ def _rows_have_requests(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) ->
             raise KernelError(f"{name}: got shape {list(pool.shape)}, expected {expected}")
 
 
-def _promote_on_cpu(call: Callable[..., Any], rows: Tensor, *more: Any) -> tuple[Tensor, ...]:
+def _promote_on_cpu(call: Callable[..., Any], *tensors: Any) -> tuple[Tensor, ...]:
     """PyTorch copies the pages."""
-    page_index, *_, tail_pages, pools = more
+    rows, page_index, filled, capacity, state, tail_pages, pools = tensors
     copies = copy_tails(pools, tail_pages[rows], len(page_index))
-    ungrouped(call, rows, *more[:-1], None, None)
+    call(rows, page_index, filled, capacity, *state, tail_pages, None, None)
     return copies
 
 
-def _promote_on_cuda(call: Callable[..., Any], rows: Tensor, *more: Any) -> tuple[Tensor, ...]:
+def _promote_on_cuda(call: Callable[..., Any], *tensors: Any) -> tuple[Tensor, ...]:
     """The same launch copies the pages."""
-    page_index, *_, pools = more
+    *lists, state, tail_pages, pools = tensors
+    page_index = lists[1]
     shape = (page_index.shape[0], pools.kv_heads)
     given = [pool for pool in pools[:2] if pool is not None]
     copies = tuple(pool.new_empty(*shape, *pool.shape[-2:]) for pool in given)
-    ungrouped(call, rows, *more[:-1], *pools[:2], *(*copies, None, None)[:2])
+    call(*lists, *state, tail_pages, *pools[:2], *(*copies, None, None)[:2])
     return copies
 
 
-def _rebalance_on_cuda(
-    call: Callable[..., Any], rows: Tensor, new: Tensor, capacity: Tensor, *more: Any
-) -> None:
+def _rebalance_on_cuda(call: Callable[..., Any], *tensors: Any) -> None:
     """With scratch for as many rows as change at once, and a plan in which no row changes yet."""
-    layers, _, slots = more[0].slot_pages.shape
+    rows, new, capacity, states, *free = tensors
+    layers, _, slots = states.slot_pages.shape
     row_bytes = max(8 * layers * slots, 1)
     at_once = min(len(rows), max(REBALANCE_BYTES // row_bytes, 1))
     scratch = capacity.new_empty((at_once, layers, 2, slots))
-    ungrouped(call, rows, new, capacity, *more, scratch, capacity.new_full((len(rows), 2), -1))
+    plan = capacity.new_full((len(rows), 2), -1)
+    call(rows, new, capacity, *states, *free, scratch, plan)
 
 
 PROMOTE_TAIL = Operation(
@@ -118,7 +119,7 @@ RESET_ROWS = Operation(
     Arg("rows", _I64, "M"),
     Arg("capacity", _I32, "NR"),
     *_tables("L NR"),
-    cuda=ungrouped,
+    cuda=lambda call, rows, capacity, states: call(rows, capacity, *states),
 )
 REBALANCE = Operation(
     __name__,
@@ -129,7 +130,7 @@ REBALANCE = Operation(
     *_tables("L NR"),
     Arg("free_pages", _I32, "L _", written=True),
     Arg("num_free", _I32, "L", written=True),
-    cpu=ungrouped,
+    cpu=lambda call, rows, new, capacity, states, *free: call(rows, new, capacity, *states, *free),
     cuda=_rebalance_on_cuda,
 )
 

@@ -180,7 +180,7 @@ SKETCH_SCORE = Operation(
     Arg("tail.lens", _I32, "R", optional=True),
     # Last, since CUDA does not take it.
     Arg("tail.kv.v", "tail.kv.k", "N Hr tail _", optional=True, layout="any"),
-    Result("scores", "query", "B Hq P"),
+    results=(Result("scores", "query", "B Hq P"),),
     values=("D", "S", "bytes"),
     cpu=_score_on_cpu,
     also=_sketches_fit,
@@ -192,7 +192,7 @@ OUTLINE_SCORE = Operation(
     Arg("outlines", torch.uint8, "_ Hkv bytes", layout="all"),
     Arg("host_page_table", _I32, "B P"),
     Arg("num_pages", _I32, "B", layout="all"),
-    Result("scores", torch.float32, "B Hq P"),
+    results=(Result("scores", torch.float32, "B Hq P"),),
     cpu=True,
     also=_outlines_fit,
 )

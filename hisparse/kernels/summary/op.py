@@ -58,7 +58,7 @@ PAGE_SCORE = Operation(
     Arg("host_page_table", torch.int32, "B P"),
     Arg("num_pages", torch.int32, "B", layout="all"),
     Arg("scales", torch.float32, "pages ranges Hkv", optional=True, layout="all"),
-    Result("scores", "query", "B Hq P"),
+    results=(Result("scores", "query", "B Hq P"),),
     cpu=lambda call, query, summaries, host_page_table, num_pages, scales, scale: call(
         scaled_query(query, scale), summaries, host_page_table, num_pages, scales
     ),
