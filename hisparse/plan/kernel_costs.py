@@ -47,7 +47,7 @@ def instructions_us(
     if name in OF_CONTEXT:
         grown, share = max(0.0, (pages - fewer) / (more - fewer)), pages / more
     elif name == "paged_attention":
-        share = pages / costs["attended"]
+        share = pages * page_size / (costs["attended"] * _PAGE_SIZE)
     us: float = short + (long - short) * grown + (many - long) * share * (batch - 1) / (most - 1)
     return us
 

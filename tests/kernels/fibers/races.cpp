@@ -39,6 +39,7 @@ struct History {
 using Heads = std::array<int, kPageBytes / kWordBytes>;
 
 std::vector<History> histories;
+std::vector<int> unused;  // in `histories`
 std::unordered_map<uintptr_t, Heads> pages;
 std::pair<uintptr_t, Heads*> last_page;  // of `pages`
 
@@ -105,12 +106,19 @@ void access_word(uintptr_t word, unsigned bytes, AccessKind kind, const Access& 
       if (other.code != nullptr && !ordered(other.by, now.by)) report(history, other, kind, now);
     }
   }
-  if (same == nullptr) {
-    histories.push_back({kind, bytes, head - 1, now, {}});
-    head = static_cast<int>(histories.size());
-  } else {
+  if (same != nullptr) {
     add(*same, now);
+    return;
   }
+  int at = static_cast<int>(histories.size());
+  if (unused.empty()) {
+    histories.emplace_back();
+  } else {
+    at = unused.back();
+    unused.pop_back();
+  }
+  histories[at] = {kind, bytes, head - 1, now, {}};
+  head = at + 1;
 }
 
 void access(const void* at, size_t bytes, AccessKind kind, const void* code) {
@@ -146,14 +154,21 @@ void forget_accesses() {
   last_page = {};
   pages.clear();
   histories.clear();
+  histories.shrink_to_fit();
+  unused.clear();
 }
 
-// Shared memory is that of other blocks now.
+// Shared memory is that of other blocks now, of which there may be many.
 void forget_shared_accesses() {
   last_page = {};
   const auto first = reinterpret_cast<uintptr_t>(shared_of(0)) / kPageBytes;
   for (uintptr_t page = first; page <= first + sizeof(shared_memory) / kPageBytes + 1; ++page) {
-    pages.erase(page);
+    const auto found = pages.find(page);
+    if (found == pages.end()) continue;
+    for (int head : found->second) {
+      for (int at = head - 1; at >= 0; at = histories[at].next) unused.push_back(at);
+    }
+    pages.erase(found);
   }
 }
 
