@@ -21,6 +21,8 @@ from tests.kernels.timing.recorded import RECORDED, Recorded, recorded
 from tests.sizes import SWEEPS
 
 pytestmark = [
+    # Triton says once in which release a default will change.
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
     pytest.mark.sweeps,
     pytest.mark.skipif(not SWEEPS, reason="takes minutes: make test-all PART=sweeps"),
     pytest.mark.skipif(find_nvcc() is None, reason="no nvcc"),
