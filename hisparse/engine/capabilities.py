@@ -96,7 +96,7 @@ def choose_scope(
         others = [n for n in ALGORITHMS if (wanted in scopes_of(n) if wanted else scopes_of(n))]
         raise ConfigError(
             f"selection_scope {wanted!r} does not go with algorithm {config.algorithm!r}, adapter "
-            f"{config.adapter or 'torch'!r}{form.attention and f' and {form.attention}'} "
+            f"{config.adapter or 'torch'!r}{form.attention_name and f' and {form.attention_name}'} "
             f"(choices: {', '.join(choices) or 'none'}; algorithms that can: "
             f"{', '.join(others) or 'none'})"
         )

@@ -63,7 +63,7 @@ class KVFormat(ABC):
     #: Whether all ranks of tensor parallelism store the same bytes: those of a node share one copy.
     replicated: ClassVar[bool] = False
     #: The attention whose K and V it stores, in messages; "": MHA and GQA.
-    attention: ClassVar[str] = ""
+    attention_name: ClassVar[str] = ""
     #: Dtype of SGLang's own pool if ``--kv-cache-dtype`` has this choice; None: it has not.
     sglang_dtype: ClassVar[torch.dtype | None] = None
 

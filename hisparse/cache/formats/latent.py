@@ -19,7 +19,7 @@ class LatentFormat(KVFormat):
 
     scopes: ClassVar[tuple[SelectionScope, ...]] = ("layer", "kv_head")
     replicated = True
-    attention = "latent attention (MLA)"
+    attention_name = "latent attention (MLA)"
 
     @cached_property
     def parts(self) -> tuple[StoredPart, ...]:
