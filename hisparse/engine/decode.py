@@ -195,7 +195,7 @@ class DecodeLayer:
             step: the last token of each request.
             filled, host_pages: see :attr:`DecodeStep.filled`.
         """
-        has_entries = layer_id in self._policy.kv.full_layers
+        has_entries = self._policy.kv.has_entries(layer_id)
         tails = self._manager.kv_io.promote_tails(
             layer_id, step, filled, with_values=has_entries and bool(self._storing)
         )
