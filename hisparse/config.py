@@ -51,7 +51,7 @@ _REPLACED: Final = {
     "prefetch": _NO_PREFETCH,
     "speculate": _NO_PREFETCH,
     "speculation_threshold": _NO_PREFETCH,
-    "numa_node": "a GPU's node holds the pool if it fits; for another node start the server with numactl",
+    "numa_node": "a GPU's node holds the pool if it fits; numactl chooses another node",
 }
 #: Earlier values of current keys, and their replacements.
 _REPLACED_VALUES: Final = {
