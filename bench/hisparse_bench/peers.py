@@ -31,7 +31,8 @@ _WORKSPACE_BYTES = 256 << 20
 def as_pages(kv: PagedKV, page_size: int) -> PagedKV:
     """``[B, Hkv, S, D]`` as ``[B * P, page, Hkv, D]``: a request's pages one after the other."""
     kv_heads, width = kv.k.shape[1], kv.k.shape[3]
-    return PagedKV(*(x.transpose(1, 2).reshape(-1, page_size, kv_heads, width) for x in kv))
+    shape = (-1, page_size, kv_heads, width)
+    return PagedKV(*(x.transpose(1, 2).reshape(shape).contiguous() for x in kv))
 
 
 def flashinfer_decode(
@@ -59,7 +60,7 @@ def flashinfer_decode(
     ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * (count // batch)
     indices = torch.arange(count, dtype=torch.int32, device=device)
     full = torch.full((batch,), page_size, dtype=torch.int32, device=device)
-    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
     wrapper.plan(
         ends,

@@ -70,7 +70,9 @@ void encode(const typename T::Raw* x, int64_t width, float most, uint8_t* codes,
   for (; d < width; ++d) {
     largest = std::max(largest, bit_cast<int32_t>(within(T::one(x[d]), most)) & 0x7fffffff);
   }
-  const uint32_t carried = (static_cast<uint32_t>(largest) + To::kCarry) >> kFractionBits;
+  // A NaN has any fraction; the bits of infinity leave room for the carry.
+  const uint32_t bits = std::min(static_cast<uint32_t>(largest), 0x7f800000u);
+  const uint32_t carried = (bits + To::kCarry) >> kFractionBits;
   const int32_t found = std::max(static_cast<int32_t>(carried) - To::kExponent, To::kLeastScale);
   *scale = static_cast<uint8_t>(found);
   const float inverse = bit_cast<float>(static_cast<uint32_t>(254 - found) << kFractionBits);

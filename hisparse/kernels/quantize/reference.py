@@ -9,6 +9,9 @@ from hisparse.kernels.quantize.op import FRACTION_BITS, RULES, LatentRow
 from hisparse.types import StoredKV
 
 _BIAS = 127
+#: Its bits in float32.
+_INFINITY = 0x7F800000
+_LARGEST_E4M3 = 448.0
 #: The next number of bfloat16 is beyond float16.
 _LARGEST_HALF = 65280.0
 
@@ -23,12 +26,16 @@ def _quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rule = RULES[dtype]
     if x.dtype == torch.float16:
         x = x.clamp(-rule.largest_half, rule.largest_half)
-    largest = x.abs().amax(-1).float().view(torch.int32)
+    # A NaN has any fraction; the bits of infinity leave room for the carry.
+    largest = x.abs().amax(-1).float().view(torch.int32).clamp(max=_INFINITY)
     scale = (((largest + rule.carry) >> FRACTION_BITS) - rule.exponent).clamp(min=rule.least_scale)
     inverse = ((2 * _BIAS - scale) << FRACTION_BITS).view(torch.float32)
     codes = x.float() * inverse[..., None]
     if dtype == torch.int8:
         codes = codes.round_().clamp_(-127, 127).nan_to_num_(0.0)
+    else:
+        # Some versions of PyTorch make NaN of infinity.
+        codes = codes.clamp_(-_LARGEST_E4M3, _LARGEST_E4M3)
     return codes.to(dtype).contiguous(), scale.to(torch.uint8)
 
 

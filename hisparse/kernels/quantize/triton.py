@@ -145,7 +145,8 @@ def _quantize_kernel(
         x = tl.where(x < -const.largest_half, -const.largest_half, x)
         x = tl.where(x > const.largest_half, const.largest_half, x)
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    # See op.py.
+    # See op.py. A GPU makes NaN with the largest fraction, to which nothing can be added.
+    largest = tl.minimum(largest, 0x7F800000)
     scale = tl.maximum(((largest + const.carry) >> 23) - const.exponent, const.least_scale)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     place = codes + vector * const.width

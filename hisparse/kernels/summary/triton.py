@@ -326,13 +326,15 @@ def _summary_kernel(
         # See summary/reference.py.
         bits = tl.maximum(tl.abs(high).to(tl.int32, bitcast=True), 0)
         bits = tl.maximum(bits, tl.abs(low).to(tl.int32, bitcast=True))
-        exponent = ((tl.max(bits, axis=0) + 0x1FFFFF) >> 23) - 8
+        # A GPU makes NaN with the largest fraction, to which nothing can be added.
+        exponent = ((tl.minimum(tl.max(bits, axis=0), 0x7F800000) + 0x1FFFFF) >> 23) - 8
         exponent = tl.minimum(tl.maximum(exponent, 27), 227)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         high, low = high * inverse, low * inverse
         small_high, small_low = tl.abs(high) < 0.015625, tl.abs(low) < 0.015625
         raised = tl.where(high > 0, 0.015625, 0.0)
-        lowered = tl.where(low < 0, -0.015625, -0.0)
+        # Times -1, for Triton makes 0.0 of the constant -0.0.
+        lowered = tl.where(low < 0, 0.015625, 0.0) * -1.0
         high = tl.where(small_high & (small_low == 0), raised, high)
         low = tl.where(small_low & (small_high == 0), lowered, low)
         tl.store(out, _outward_e4m3(high, True), mask=there)
