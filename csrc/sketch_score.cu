@@ -3,6 +3,8 @@
 
 #include "launch.h"
 
+#include <algorithm>
+
 namespace hisparse {
 namespace {
 
@@ -63,7 +65,7 @@ template <typename Layout, int kTiles>
 bool launch_known(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
   const SketchLayout known = Layout::get();
   if (p.layout.dim != known.dim || p.layout.page_size != known.page_size ||
-      p.layout.num_channels != known.num_channels || alignment_bits(p) % Layout::kUnit != 0) {
+      p.layout.num_channels != known.num_channels) {
     return false;
   }
   launch<Layout, kTiles, 1>(on, grid, p);
@@ -75,6 +77,7 @@ void launch_tiles(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
   if (p.query.type != NumberType::kFloat32) {
     if (launch_known<KnownLayout<128, 16, 40>, kTiles>(on, grid, p) ||
         launch_known<KnownLayout<64, 16, 20>, kTiles>(on, grid, p) ||
+        launch_known<KnownLayout<96, 16, 30>, kTiles>(on, grid, p) ||
         launch_known<KnownLayout<256, 16, 80>, kTiles>(on, grid, p)) {
       return;
     }
@@ -90,7 +93,8 @@ void launch_tiles(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
 
 // After the scores come `lse`, [B, Hq] or None, the layout's three numbers and the softmax scale.
 void sketch_score(Arguments& in) {
-  constexpr int64_t kPagesPerBlock = 256;
+  // Each block loads its queries: it pays to score many pages, unless the device is left idle.
+  constexpr int64_t kMostPages = 256, kLeastPages = kScoreWarps * kBatch;
   SketchScoreParams p{};
   const TensorView query = in.tensor(), sketches = in.tensor(), host_page_table = in.tensor();
   const int64_t requests = query.size(0);
@@ -112,9 +116,9 @@ void sketch_score(Arguments& in) {
   p.sketches = data_of<const uint8_t>(sketches, "sketches");
   p.sketch_page = sketches.stride(0);
   p.sketch_head = sketches.stride(1);
-  if (alignment_bits(p) % AnyLayout::kUnit != 0) {
+  if (alignment_bits(p) % kCopyBytes != 0) {
     TVM_FFI_THROW(ValueError) << "sketches: got strides of " << p.sketch_page << " and "
-                              << p.sketch_head << " bytes, expected multiples of 4";
+                              << p.sketch_head << " bytes, expected multiples of " << kCopyBytes;
   }
   p.num_host_pages = size32(sketches, 0);
   p.host_pages = data_of<const int32_t>(host_page_table, "host_page_table");
@@ -125,14 +129,11 @@ void sketch_score(Arguments& in) {
   p.tiles = (group + queries - 1) / queries;
   const OnDevice on(query);
   const int64_t rows = requests * p.kv_heads * p.tiles;
-  // Each block loads its queries: it pays to score many pages, unless the device is left idle.
   const int64_t wanted = 4 * on.attribute(cudaDevAttrMultiProcessorCount);
-  p.pages_per_block = static_cast<int32_t>(
-      rows * p.width >= wanted * kPagesPerBlock ? kPagesPerBlock : kPagesPerBlock / 2);
+  const int64_t each = std::clamp((rows * p.width + wanted - 1) / wanted, kLeastPages, kMostPages);
   // A captured step has blocks for the longest context: no more than one request keeps busy.
   const int64_t most = (wanted * requests + rows - 1) / rows;
-  const int64_t runs =
-      std::min<int64_t>((p.width + p.pages_per_block - 1) / p.pages_per_block, most);
+  const int64_t runs = std::min<int64_t>((p.width + each - 1) / each, most);
   const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(runs + tails));
   if (queries == kTileQueries) {
     launch_tiles<1>(on, grid, p);

@@ -136,7 +136,9 @@ void write_detail(const SketchLayout& l, Workspace& w, uint8_t* out) {
     scales[d] = scale_of(code);
     if (!w.chosen[d]) continue;
     out[l.mask() + d / 8] |= static_cast<uint8_t>(1 << d % 8);
-    out[l.channel_scales() + place++] = code;
+    out[l.channel_scales() + place] = code;
+    const auto number = static_cast<uint16_t>(d);  // its low byte first
+    std::memcpy(out + l.channels() + place++ * l.channel_width(), &number, l.channel_width());
   }
   for (int32_t t = 0; t < l.page_size; t += 16) {
     const int32_t last = std::min(t + 16, l.page_size), bytes = (last - t + 3) / 4;

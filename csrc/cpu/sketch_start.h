@@ -140,7 +140,7 @@ template <int G, typename Layout>
 HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, int32_t done) {
   const int32_t places = tile.places(), width = tile.width(), count = tile.count;
   const int32_t stride = tile.chosen_stride(), blocks = tile.layout().blocks();
-  const int32_t mask = tile.layout().mask(), bytes = done == 0 ? tile.layout().num_bytes() : 0;
+  const int32_t mask = tile.layout().mask(), bytes = done == 0 ? tile.layout().channels() : 0;
   if (done == 0) decode_base(tile);
   const float* base = tile.base.data();
   const uint8_t* levels = tile.levels.data();

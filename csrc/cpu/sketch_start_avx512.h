@@ -76,7 +76,7 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
   const SketchLayout l = tile.layout();
   const int32_t places = tile.places(), width = tile.width(), count = tile.count;
   const int32_t stride = tile.chosen_stride() / kQueries;
-  const int32_t ahead = done == 0 ? l.num_bytes() : 0;
+  const int32_t ahead = done == 0 ? l.channels() : 0;
   const uint8_t* levels = tile.levels.data();
   uint8_t* chosen = tile.chosen.data();
   using Four = Vec<float, kQueries>;

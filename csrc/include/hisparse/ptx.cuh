@@ -163,4 +163,56 @@ __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
+// Copies of a warp: lane i has row i % rows of the same number of bytes, a multiple of 16.
+// Their barrier, in shared memory, belongs to the warp, and one thread prepares it before the others
+// pass a barrier. The n-th time that a barrier is waited for, counted from 0, has parity n % 2. All but
+// the last kLater copies that end_copies() has followed are there after the wait, once the warp has met.
+// From sm_90 on the copy engine copies: no instruction and no register carries the bytes.
+__device__ inline void prepare_copies(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
+                   shared_address(barrier))
+               : "memory");
+#endif
+}
+__device__ inline void copy_rows(void* shared, const void* global, int bytes, int rows,
+                                 uint64_t* barrier) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(barrier)),
+                 "r"(rows * bytes)
+                 : "memory");
+  }
+  if (lane < rows) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+  }
+#else
+  for (int at = lane / rows * 16; at < bytes; at += 32 / rows * 16) {
+    copy_async<16>(static_cast<char*>(shared) + at, static_cast<const char*>(global) + at);
+  }
+#endif
+}
+template <int kLater>
+__device__ inline void wait_for_rows(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile("{\n\t.reg .pred done;\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, done;\n\t}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+  }
+#else
+  wait_for_copies<kLater>();
+#endif
+}
+
 }  // namespace hisparse

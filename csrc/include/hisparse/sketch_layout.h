@@ -14,6 +14,7 @@ namespace hisparse {
 constexpr int32_t kBlock = 8;              // channels whose base values share a scale
 constexpr int32_t kScaleOffset = 107 << 3;
 constexpr int32_t kMostScale = 247;        // the code of 1,920; see sketch/op.py
+constexpr int32_t kCopyBytes = 16;         // a sketch is a multiple of what GPUs copy at a time
 
 struct SketchLayout {
   int32_t dim, page_size, num_channels;
@@ -25,8 +26,13 @@ struct SketchLayout {
   }
   HISPARSE_ANYWHERE constexpr int32_t mask() const { return block_scales() + blocks(); }
   HISPARSE_ANYWHERE constexpr int32_t channel_scales() const { return mask() + blocks(); }
+  HISPARSE_ANYWHERE constexpr int32_t channel_width() const { return dim <= 256 ? 1 : 2; }
+  HISPARSE_ANYWHERE constexpr int32_t channels() const {
+    return (channel_scales() + num_channels + channel_width() - 1) / channel_width() *
+           channel_width();
+  }
   HISPARSE_ANYWHERE constexpr int32_t num_bytes() const {
-    return (channel_scales() + num_channels + 3) / 4 * 4;
+    return (channels() + num_channels * channel_width() + kCopyBytes - 1) / kCopyBytes * kCopyBytes;
   }
 };
 
@@ -34,8 +40,6 @@ struct SketchLayout {
 template <int32_t D, int32_t S, int32_t N>
 struct KnownLayout {
   static constexpr int32_t kChannels = N;
-  // Bytes that are copied at a time; addresses are multiples of it.
-  static constexpr int32_t kUnit = SketchLayout{D, S, N}.num_bytes() % 8 == 0 ? 8 : 4;
 
   constexpr KnownLayout() = default;
   HISPARSE_ANYWHERE constexpr explicit KnownLayout(const SketchLayout&) {}
@@ -43,7 +47,6 @@ struct KnownLayout {
 };
 struct AnyLayout {
   static constexpr int32_t kChannels = 1 << 30;  // unknown
-  static constexpr int32_t kUnit = 4;
 
   SketchLayout layout;
 

@@ -18,7 +18,6 @@ struct SketchScoreParams {
   int64_t sketch_page, sketch_head;  // bytes
   int32_t num_host_pages, heads, kv_heads, width;
   int32_t tiles;              // of each KV head's queries
-  int32_t pages_per_block;    // at least
   float scale;
   SketchLayout layout;
   TailParams tail;            // without keys: no block is for tail pages
@@ -34,6 +33,7 @@ constexpr int32_t kScoreBlocks = 4;
 constexpr int32_t kBatch = 16;         // pages that a warp scores at a time
 constexpr int32_t kTileQueries = 8;    // columns of a product
 constexpr int32_t kMatrix = 8;         // channels of a matrix that is loaded
+constexpr int32_t kReads = 4;          // of a query by a lane that wait together
 constexpr int32_t kWordTokens = 16;    // tokens whose codes for a channel are a word
 constexpr uint32_t kOnes = 0x3c003c00u;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
@@ -41,8 +41,7 @@ constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 constexpr float kFarExponent = 100.0f;
 
 // Shared memory: of the block the queries' channels, each a row of float16 numbers, then a row of
-// zeros; their factors; and of each warp the numbers of the detailed channels and two stages of
-// sketches.
+// zeros; their factors; and of each warp two stages of sketches and the barriers of their copies.
 struct SketchScoreShared {
   SketchLayout layout;
   int32_t queries;
@@ -58,12 +57,11 @@ struct SketchScoreShared {
   }
   // An odd number of 16 bytes, so that pages begin in different banks.
   HISPARSE_ANYWHERE constexpr int32_t sketch_stride() const {
-    return ((layout.num_bytes() + 15) / 16 | 1) * 16;
+    return (layout.num_bytes() / 16 | 1) * 16;
   }
-  HISPARSE_ANYWHERE constexpr int32_t order_bytes() const { return kBatch * slots() * 2; }
   HISPARSE_ANYWHERE constexpr int32_t stage_bytes() const { return kBatch * sketch_stride(); }
   HISPARSE_ANYWHERE constexpr int32_t warps() const { return factors() + 4 * queries; }
-  HISPARSE_ANYWHERE constexpr int32_t warp_bytes() const { return order_bytes() + 2 * stage_bytes(); }
+  HISPARSE_ANYWHERE constexpr int32_t warp_bytes() const { return 2 * (stage_bytes() + 8); }
 };
 
 // Writes a tile of queries to shared memory, each times a power of two that makes its largest
@@ -73,22 +71,30 @@ __device__ inline void load_queries(const NumberRows& query, float scale,
                                     const SketchScoreShared& sizes, int32_t present, char* shared) {
   float* factors = reinterpret_cast<float*>(shared + sizes.factors());
   for (int32_t i = warp_id(); i < sizes.queries; i += num_threads() / kWarp) {
-    float largest = 0.0f;
-    for (int32_t d = lane_id(); i < present && d < sizes.layout.dim; d += kWarp) {
-      largest = fmaxf(largest, fabsf(query.at(i, d)));
+    const int32_t end = i < present ? sizes.layout.dim : 0;
+    float largest = 0.0f, read[kReads];
+    for (int32_t first = lane_id(); first - lane_id() < end; first += kReads * kWarp) {
+      query.read<kWarp>(i, first, end, read);
+#pragma unroll
+      for (int j = 0; j < kReads; ++j) largest = fmaxf(largest, fabsf(read[j]));
     }
     for (int distance = kWarp / 2; distance > 0; distance /= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
     }
     const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 1u), 252u);
     const float up = __uint_as_float((253u - exponent) << 23);
-    for (int32_t d = lane_id(); d <= sizes.zero_row(); d += kWarp) {
-      float left = i < present && d < sizes.layout.dim ? query.at(i, d) * up : 0.0f;
-      for (int part = 0; part < sizes.parts; ++part) {
-        const Float16 rounded{to_half_bits(left)};
-        left -= to_float(rounded);
-        char* row = shared + part * sizes.part_bytes() + d * sizes.row_bytes();
-        reinterpret_cast<Float16*>(row)[i] = rounded;
+    for (int32_t first = lane_id(); first <= sizes.zero_row(); first += kReads * kWarp) {
+      query.read<kWarp>(i, first, end, read);
+#pragma unroll
+      for (int j = 0; j < kReads; ++j) {
+        const int32_t d = first + j * kWarp;
+        float left = read[j] * up;
+        for (int part = 0; part < sizes.parts && d <= sizes.zero_row(); ++part) {
+          const Float16 rounded{to_half_bits(left)};
+          left -= to_float(rounded);
+          char* row = shared + part * sizes.part_bytes() + d * sizes.row_bytes();
+          reinterpret_cast<Float16*>(row)[i] = rounded;
+        }
       }
     }
     if (lane_id() == 0) factors[i] = __uint_as_float((exponent + 1u) << 23) * (scale * kLog2E);

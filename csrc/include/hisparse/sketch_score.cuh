@@ -31,51 +31,45 @@ __global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlock
   }
   const int32_t count = min(p.num_pages[request], p.width);
   const int32_t step = num_threads() / kWarp * kBatch;
-  const int32_t each = max(p.pages_per_block, (count + runs * step - 1) / (runs * step) * step);
+  const int32_t each = (count + runs * step - 1) / (runs * step) * step;
   const int32_t start = run * each, end = min(start + each, count);
   if (start >= end) return;
   const SketchScoreShared sizes{Layout(p.layout).get(), Scorer::kQueries, kParts};
   char* shared = dynamic_shared();
-  char* own = shared + sizes.warps() + warp_id() * sizes.warp_bytes();
+  auto* stages = reinterpret_cast<uint8_t*>(shared + sizes.warps() + warp_id() * sizes.warp_bytes());
+  auto* barriers = reinterpret_cast<uint64_t*>(stages + 2 * sizes.stage_bytes());
   const int32_t g = lane_id() / 4, t = lane_id() % 4;
-  Scorer scorer{p,
-                Layout(p.layout),
-                shared,
-                reinterpret_cast<uint16_t*>(own),
-                reinterpret_cast<uint8_t*>(own + sizes.order_bytes()),
-                {},
-                g,
-                t};
+  Scorer scorer{p, Layout(p.layout), shared, stages, barriers, {}, g, t};
+  if (lane_id() < 2) prepare_copies(barriers + lane_id());
+  __syncwarp();
+  const int32_t* table = p.host_pages + request * p.table_row;
+  const auto find = [&](int32_t first) {
+    const int32_t page = first + lane_id() % kBatch;
+    return page < count ? table[page] : 0;
+  };
+  int32_t first = start + warp_id() * kBatch;
+  if (first < end) scorer.fetch(find(first), head, 0);
+  end_copies();
+  // Read a batch ahead of its copy, which needs them at once.
+  int32_t next = find(first + step);
   load_queries(query, p.scale, sizes, present, shared);
-  scorer.clear_order();
   __syncthreads();  // The queries are there.
 #pragma unroll
   for (int i = 0; i < 2 * kTiles; ++i) {
     const auto* factors = reinterpret_cast<const float*>(shared + sizes.factors());
     scorer.factors[i / 2][i % 2] = factors[i / 2 * kTileQueries + 2 * t + i % 2];
   }
-  const int32_t* table = p.host_pages + request * p.table_row;
-  const auto find = [&](int32_t first, int32_t(&found)[2]) {
-    found[0] = first + g < count ? table[first + g] : 0;
-    found[1] = first + g + 8 < count ? table[first + g + 8] : 0;
-  };
-  int32_t first = start + warp_id() * kBatch, next[2];
-  find(first, next);
-  if (first < end) scorer.fetch(next, head, 0);
-  end_copies();
-  // Read a batch ahead of its copy, which needs them at once.
-  find(first + step, next);
-  for (int stage = 0; first < end; first += step, stage ^= 1) {
+  for (int32_t turn = 0; first < end; first += step, ++turn) {
+    const int32_t stage = turn % 2;
     if (first + step < end) scorer.fetch(next, head, stage ^ 1);
     end_copies();
-    find(first + 2 * step, next);
-    wait_for_copies<1>();
+    next = find(first + 2 * step);
+    wait_for_rows<1>(barriers + stage, turn / 2 % 2);
     __syncwarp();  // All lanes' copies are there.
-    scorer.score(first, count, scorer.stages + stage * sizes.stage_bytes(),
-                 p.scores + row * p.width, present);
+    scorer.score(first, count, stages + stage * sizes.stage_bytes(), p.scores + row * p.width,
+                 present);
     __syncwarp();  // Nobody reads the stage any more.
   }
-  wait_for_copies<0>();
 }
 
 }  // namespace hisparse

@@ -26,8 +26,8 @@ struct SketchScorer {
   const SketchScoreParams& p;
   const Layout of_layout;
   const char* queries;      // shared
-  uint16_t* order;          // [kBatch, slots], the row of each detailed channel
   uint8_t* stages;          // [2, kBatch, stride]
+  uint64_t* barriers;       // [2], of the copies to a stage
   float factors[kTiles][2]; // from a query in shared memory to an exponent of two
   int32_t g, t;
 
@@ -39,21 +39,12 @@ struct SketchScorer {
            layout().channel_scales() % 8 == 0;
   }
 
-  // Starts to copy the sketches of pages g and g + 8; a lane takes a quarter of each.
-  __device__ void fetch(const int32_t (&host_pages)[2], int32_t head, int stage) const {
-    constexpr int kUnit = Layout::kUnit;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int32_t page = max(0, min(host_pages[i], p.num_host_pages - 1));
-      const uint8_t* from = p.sketches + page * p.sketch_page + head * p.sketch_head;
-      uint8_t* to = stages + stage * sizes().stage_bytes() + (g + 8 * i) * sizes().sketch_stride();
-#pragma unroll
-      for (int32_t at = 0; at < layout().num_bytes(); at += 4 * kUnit) {
-        if (at + kUnit * t < layout().num_bytes()) {
-          copy_async<kUnit>(to + at + kUnit * t, from + at + kUnit * t);
-        }
-      }
-    }
+  // Starts to copy the sketches of a batch; lane i below kBatch has the number of page i.
+  __device__ void fetch(int32_t host_page, int32_t head, int stage) const {
+    const int32_t page = max(0, min(host_page, p.num_host_pages - 1));
+    copy_rows(stages + stage * sizes().stage_bytes() + lane_id() % kBatch * sizes().sketch_stride(),
+              p.sketches + page * p.sketch_page + head * p.sketch_head, layout().num_bytes(), kBatch,
+              barriers + stage);
   }
 
   // The row of shared memory with the queries' numbers in a channel.
@@ -111,42 +102,16 @@ struct SketchScorer {
     return aligned() ? layout().num_channels / 32 * 32 : 0;
   }
 
-  // Rows of zeros, for the channels that a page lacks.
-  __device__ void clear_order() const {
-    for (int32_t i = lane_id(); i < kBatch * sizes().slots(); i += kWarp) {
-      order[i] = static_cast<uint16_t>(sizes().zero_row());
+  // The row of a detailed channel of a page; of zeros for a slot beyond the last.
+  __device__ const char* row_of_slot(const uint8_t* sketch, int32_t slot) const {
+    const SketchLayout l = layout();
+    const uint8_t* at = sketch + l.channels() + slot * l.channel_width();
+    int32_t channel = sizes().zero_row();
+    if (slot < l.num_channels) {
+      // Memory that no sketch was written to may have other numbers.
+      channel = min(channel, l.channel_width() == 1 ? *at : *reinterpret_cast<const uint16_t*>(at));
     }
-  }
-
-  // Writes down which channels of each page are detailed.
-  __device__ void find_order(const uint8_t* stage) const {
-    const int32_t each = sizes().blocks_of_lane(), slots = sizes().slots();
-    const int32_t there = min(each, layout().blocks() - t * each);
-#pragma unroll 1
-    for (int32_t page = g; page < kBatch; page += 8) {
-      const uint8_t* mask = stage + page * sizes().sketch_stride() + layout().mask() + t * each;
-      int32_t own = 0;
-#pragma unroll
-      for (int32_t j = 0; j < each; ++j) own += __popc(j < there ? mask[j] : 0u);
-      int32_t up_to_here = own;
-#pragma unroll
-      for (int distance = 1; distance < 4; distance *= 2) {
-        const int32_t lower = __shfl_up_sync(kAllLanes, up_to_here, distance);
-        if (t >= distance) up_to_here += lower;
-      }
-      // Memory that no sketch was written to may have other masks.
-      if (up_to_here > slots) continue;
-      uint16_t* out = order + page * slots + up_to_here - own;
-      const int32_t first = kBlock * t * each;
-#pragma unroll
-      for (int32_t j = 0; j < each; ++j) {
-        const unsigned bits = j < there ? mask[j] : 0u;
-#pragma unroll
-        for (int32_t bit = 0; bit < kBlock; ++bit) {
-          if (bits >> bit & 1u) *out++ = static_cast<uint16_t>(first + kBlock * j + bit);
-        }
-      }
-    }
+    return row_of(channel);
   }
 
   // The codes of one channel for the tokens of a word; any beyond the last, where queries are 0.
@@ -190,10 +155,9 @@ struct SketchScorer {
   }
 
   // 32 channels, of which this lane has eight side by side.
-  __device__ void add_whole(const uint8_t* sketch, const uint16_t* own, int32_t first, int32_t word,
-                            Sums& sums) const {
+  __device__ void add_whole(const uint8_t* sketch, int32_t first, int32_t word, Sums& sums) const {
     const int32_t row = lane_id() % 8, matrix = lane_id() / 8;
-    const char* channel = row_of(own[first + 8 * (row / 2) + 2 * matrix + row % 2]);
+    const char* channel = row_of_slot(sketch, first + 8 * (row / 2) + 2 * matrix + row % 2);
     const int32_t slot = first + 8 * t;
     const uint2 scales = *reinterpret_cast<const uint2*>(sketch + layout().channel_scales() + slot);
     uint32_t b[kTiles][4];
@@ -230,9 +194,8 @@ struct SketchScorer {
   }
 
   // Eight channels.
-  __device__ void add_some(const uint8_t* sketch, const uint16_t* own, int32_t first, int32_t word,
-                           Sums& sums) const {
-    const char* channel = row_of(own[first + lane_id() % 8]);
+  __device__ void add_some(const uint8_t* sketch, int32_t first, int32_t word, Sums& sums) const {
+    const char* channel = row_of_slot(sketch, first + lane_id() % 8);
     const int32_t slot = first + 2 * t;
     const uint32_t scales = scales_of(sketch, slot, first);
     uint32_t b[kTiles];
@@ -249,22 +212,20 @@ struct SketchScorer {
   }
 
   // The weights of a page's tokens g, g + 8 and so on, added up. Returns the largest exponent.
-  __device__ float add_weights(const uint8_t* sketch, int32_t page,
-                               float (&total)[kTiles][2]) const {
+  __device__ float add_weights(const uint8_t* sketch, float (&total)[kTiles][2]) const {
     const SketchLayout l = layout();
     const float row = 1.0f / static_cast<float>(1 << 2 * (g % 4));
-    const uint16_t* own = order + page * sizes().slots();
     float worst = 0.0f;
 #pragma unroll 1
     for (int32_t word = 0; 4 * word < l.code_bytes(); ++word) {
       Sums sums{};
 #pragma unroll kUnroll
       for (int32_t slot = 0; slot < whole_slots(); slot += 32) {
-        add_whole(sketch, own, slot, word, sums);
+        add_whole(sketch, slot, word, sums);
       }
 #pragma unroll kUnroll
       for (int32_t slot = whole_slots(); slot < sizes().slots(); slot += kMatrix) {
-        add_some(sketch, own, slot, word, sums);
+        add_some(sketch, slot, word, sums);
       }
 #pragma unroll
       for (int i = 0; i < 4 * kTiles; ++i) {
@@ -283,16 +244,15 @@ struct SketchScorer {
   }
 
   // log2 of the sum of a page's weights for one query, however large they are.
-  __device__ __noinline__ float add_any(const uint8_t* sketch, int32_t page, int32_t query, float unit) const {
+  __device__ __noinline__ float add_any(const uint8_t* sketch, int32_t query, float unit) const {
     const SketchLayout l = layout();
-    const uint16_t* own = order + page * sizes().slots();
     Mass mass;
     for (int32_t token = 0; token < l.page_size; ++token) {
       float sum = 0.0f;
       for (int32_t i = 0; i < l.num_channels; ++i) {
         const uint32_t code = sketch[l.dim + i * l.code_bytes() + token / 4] >> token % 4 * 2 & 3u;
         const uint32_t scale = uint32_t{sketch[l.channel_scales() + i]} + kScaleOffset;
-        const auto* q = reinterpret_cast<const Float16*>(row_of(own[i]));
+        const auto* q = reinterpret_cast<const Float16*>(row_of_slot(sketch, i));
         sum += to_float(q[query]) * __uint_as_float(scale << 20) *
                (static_cast<float>(code) - 1.5f);
       }
@@ -325,8 +285,6 @@ struct SketchScorer {
 
   // log2 of the pages' summed weights.
   __device__ void find_weights(const uint8_t* stage, float (&weights)[2][kTiles][2]) const {
-    find_order(stage);
-    __syncwarp();  // The order is written.
     float worst = 0.0f;
 #pragma unroll 1
     for (int four = 0; four < 4; ++four) {
@@ -336,7 +294,7 @@ struct SketchScorer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int32_t page = first + 2 * i;
-        worst = fmaxf(worst, add_weights(stage + page * sizes().sketch_stride(), page, totals[i]));
+        worst = fmaxf(worst, add_weights(stage + page * sizes().sketch_stride(), totals[i]));
       }
       add_lanes(totals);
 #pragma unroll
@@ -353,7 +311,7 @@ struct SketchScorer {
     for (int i = 0; i < 2 * kTiles * 2; ++i) {
       const int32_t page = g + i / (kTiles * 2) * 8, tile = i / 2 % kTiles;
       weights[i / (kTiles * 2)][tile][i % 2] =
-          add_any(stage + page * sizes().sketch_stride(), page, tile * kTileQueries + 2 * t + i % 2,
+          add_any(stage + page * sizes().sketch_stride(), tile * kTileQueries + 2 * t + i % 2,
                   factors[tile][i % 2]);
     }
   }

@@ -32,33 +32,27 @@ struct NumberRows {
     return {data, first + elements + row * stride, stride, dim_stride, type};
   }
 
-  // A lane's numbers of a row: from `start` on every kTokenLanes-th one, 0 from `end` on. The dtype
-  // is looked at once, so that no load waits for another one.
-  template <int kCount>
+  // A lane's numbers of a row: from `start` on every kStep-th one, 0 from `end` on. The dtype is
+  // looked at once, so that no load waits for another one.
+  template <int kStep, int kCount>
   __device__ void read(int32_t row, int32_t start, int32_t end, float (&out)[kCount]) const {
     switch (type) {
-      case NumberType::kFloat32: return read_as<float>(row, start, end, out);
-      case NumberType::kBFloat16: return read_as<BFloat16>(row, start, end, out);
-      case NumberType::kFloat16: return read_as<Float16>(row, start, end, out);
-      case NumberType::kInt8: return read_as<int8_t>(row, start, end, out);
-      case NumberType::kE4M3: return read_as<E4M3>(row, start, end, out);
+      case NumberType::kFloat32: return read_as<float, kStep>(row, start, end, out);
+      case NumberType::kBFloat16: return read_as<BFloat16, kStep>(row, start, end, out);
+      case NumberType::kFloat16: return read_as<Float16, kStep>(row, start, end, out);
+      case NumberType::kInt8: return read_as<int8_t, kStep>(row, start, end, out);
+      case NumberType::kE4M3: return read_as<E4M3, kStep>(row, start, end, out);
     }
   }
 
-  template <typename T, int kCount>
+  template <typename T, int kStep, int kCount>
   __device__ void read_as(int32_t row, int32_t start, int32_t end, float (&out)[kCount]) const {
     const T* from = static_cast<const T*>(data) + first + row * stride;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int32_t d = start + i * kTokenLanes;
+      const int32_t d = start + i * kStep;
       out[i] = d < end ? to_float(from[d * dim_stride]) : 0.0f;
     }
-  }
-
-  __device__ float at(int32_t row, int32_t d) const {
-    float out[1];
-    read(row, d, d + 1, out);
-    return out[0];
   }
 };
 
@@ -92,8 +86,8 @@ __device__ inline void find_tail_lse(const TailParams& p, const NumberRows& quer
       float sum = 0.0f;
       for (int32_t d = part; d < dim; d += kAtOnce * kTokenLanes) {
         float q[kAtOnce], k[kAtOnce];
-        queries.read(i, d, dim, q);
-        keys.read(there ? token : 0, d, dim, k);
+        queries.read<kTokenLanes>(i, d, dim, q);
+        keys.read<kTokenLanes>(there ? token : 0, d, dim, k);
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) sum += q[j] * k[j];
       }

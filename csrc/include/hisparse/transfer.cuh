@@ -165,10 +165,13 @@ template <typename Unit, typename Params>
 __global__ void __launch_bounds__(kTransferThreads)
     transfer_kernel(const __grid_constant__ Params p) {
   wait_for_earlier_launches();
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (num_threads() / kWarp);
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * (num_threads() / kWarp) + warp_id();
-  for (int64_t first = warp; first < p.num_items; first += warps * kWarp) {
-    const int64_t item = first + lane_id() * warps;
+  const int32_t warps = static_cast<int32_t>(gridDim.x) * (num_threads() / kWarp);
+  const int32_t warp = static_cast<int32_t>(blockIdx.x) * (num_threads() / kWarp) + warp_id();
+  // What is missing stands first in the entries of each row. So each lane's turn begins with another
+  // warp: else a few warps would have the front of all rows, and move one chunk after the other.
+  const int32_t own_turn = (warp + lane_id() * (warps / 16 | 1)) % warps;
+  for (int64_t first = 0; first < p.num_items; first += int64_t{warps} * kWarp) {
+    const int64_t item = first + lane_id() * warps + own_turn;
     const ChunkMove own = item < p.num_items ? p.move(item) : ChunkMove{nullptr, nullptr, 0, 0};
     unsigned left = __ballot_sync(kAllLanes, own.src != nullptr);
     for (; left != 0; left &= left - 1) {

@@ -44,7 +44,11 @@ class SketchLayout(NamedTuple):
       lowest; a code c stands for (c - 1.5) times the channel's scale, on top of the base;
     - ``block scales [ceil(D / 8)] uint8``;
     - ``mask [ceil(D / 8)] uint8``: a bit for each channel, set for the detailed ones;
-    - ``channel scales [N] uint8``.
+    - ``channel scales [N] uint8``;
+    - ``channels [N]``: the numbers of the detailed channels, ascending, so that GPUs need not count
+      bits: uint8 up to a width of 256, else uint16 at an even offset.
+
+    Zeros follow, up to a multiple of the 16 bytes that GPUs copy at a time.
 
     Attributes:
         dim: D, width of a key.
@@ -82,9 +86,20 @@ class SketchLayout(NamedTuple):
         return self.mask + self.blocks
 
     @property
+    def channel_width(self) -> int:
+        """Bytes of a channel's number."""
+        return 1 if self.dim <= 256 else 2
+
+    @property
+    def channels(self) -> int:
+        """Offset of the channels' numbers."""
+        end, width = self.channel_scales + self.num_channels, self.channel_width
+        return -(-end // width) * width
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of a sketch, a multiple of 4."""
-        return -(-(self.channel_scales + self.num_channels) // 4) * 4
+        """Bytes of a sketch, a multiple of 16."""
+        return -(-(self.channels + self.num_channels * self.channel_width) // 16) * 16
 
 
 def outline_bytes(dim: int) -> int:

@@ -27,6 +27,8 @@ class _SketchConstants(NamedTuple):
         channels: N, the detailed ones.
         blocks: bytes of the block scales, and of the mask.
         code_bytes: bytes of one channel's codes.
+        channels_at: offset of the numbers of the detailed channels.
+        channel_width: bytes of such a number.
         num_bytes: of a sketch.
     """
 
@@ -36,6 +38,8 @@ class _SketchConstants(NamedTuple):
     channels: int
     blocks: int
     code_bytes: int
+    channels_at: int
+    channel_width: int
     num_bytes: int
 
 
@@ -78,6 +82,8 @@ def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: Sket
             channels=layout.num_channels,
             blocks=layout.blocks,
             code_bytes=layout.code_bytes,
+            channels_at=layout.channels,
+            channel_width=layout.channel_width,
             num_bytes=layout.num_bytes,
         ),
     )
@@ -152,12 +158,18 @@ def _sketch_kernel(
         mask = tl.sum(tl.reshape(bits << (dim % 8), (blocks, 8)), axis=1)
         tl.store(masks + block, mask.to(tl.uint8), mask=block < const.blocks)
         tl.store(masks + const.blocks + place, scale_code.to(tl.uint8), mask=chosen)
+        number = out + const.channels_at + place * const.channel_width
+        for byte in tl.static_range(const.channel_width):
+            tl.store(number + byte, (dim >> (8 * byte)).to(tl.uint8), mask=chosen)
         place = out + const.dim + place * const.code_bytes
         _store_codes((source, stride_token), place, chosen, base, _scale_of(scale_code), const)
     else:
         tl.store(masks + block, tl.zeros_like(block).to(tl.uint8), mask=block < const.blocks)
-    rest = const.dim + const.channels * const.code_bytes + 2 * const.blocks + const.channels
-    rest += tl.arange(0, 4)
+    # Between the scales and the numbers, and after these.
+    rest = tl.arange(0, 16)
+    gap: tl.constexpr = const.dim + const.channels * (const.code_bytes + 1) + 2 * const.blocks
+    tl.store(out + gap + rest, tl.zeros_like(rest).to(tl.uint8), mask=gap + rest < const.channels_at)
+    rest += const.channels_at + const.channels * const.channel_width
     tl.store(out + rest, tl.zeros_like(rest).to(tl.uint8), mask=rest < const.num_bytes)
 
 

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <vector>
 
 namespace hisparse {
@@ -164,6 +165,59 @@ void wait_for_copies() {
       std::memcpy(copy.to, copy.from, copy.bytes);
     }
     groups.erase(groups.begin());
+  }
+}
+
+// Rows that a warp copies, by the barrier that they are waited for with.
+struct RowCopies {
+  std::vector<Copy> waiting;
+  int expected = 0;    // bytes
+  bool armed = false;  // lane 0 has said how many
+  uint32_t done = 0;   // waits that are over
+};
+inline RowCopies& row_copies(const uint64_t* barrier) {
+  static std::map<const uint64_t*, RowCopies> of_barriers;
+  return of_barriers[barrier];
+}
+
+inline void prepare_copies(uint64_t* barrier) {
+  fibers::Recording off(false);
+  row_copies(barrier) = {};
+}
+inline void copy_rows(void* shared, const void* global, int bytes, int rows, uint64_t* barrier) {
+  fibers::Recording off(false);
+  RowCopies& own = row_copies(barrier);
+  const int lane = fibers::running->lane();
+  if (lane == 0) {
+    own.expected += rows * bytes;
+    own.armed = true;
+  }
+  if (lane >= rows) return;
+  fibers::accessed(shared, bytes, fibers::AccessKind::kWrite);
+  const auto bits = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global);
+  if ((bits | bytes) % 16 != 0 && fibers::failure.empty()) fibers::failure = "an unaligned copy";
+  own.expected -= bytes;
+  own.waiting.push_back({shared, global, bytes});
+}
+template <int kLater>
+void wait_for_rows(uint64_t* barrier, uint32_t parity) {
+  fibers::Recording off(false);
+  RowCopies& own = row_copies(barrier);
+  for (int tries = 0; own.done % 2 == parity; ++tries) {
+    if (tries > 10000 && fibers::failure.empty()) fibers::failure = "copies that never end";
+    if (!fibers::failure.empty()) return;
+    if (!own.armed || own.expected != 0) {
+      fibers::running->yield();
+      continue;
+    }
+    for (const Copy& copy : own.waiting) {
+      fibers::accessed(copy.from, copy.bytes, fibers::AccessKind::kRead);
+      fibers::accessed(copy.to, copy.bytes, fibers::AccessKind::kWrite);
+      std::memcpy(copy.to, copy.from, copy.bytes);
+    }
+    own.waiting.clear();
+    own.armed = false;
+    ++own.done;
   }
 }
 
