@@ -24,11 +24,13 @@ from hisparse_bench.peers import (
 )
 from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case
-from hisparse_bench.timing import Candidate, timed_case
+from hisparse_bench.timing import Candidate, kernel_times, timed_case
 
 #: Tokens decoded to find the drift of the queries that gives the requested miss ratio.
 _CALIBRATION_TOKENS = 40
 _WARMUPS = 8
+#: Steps whose kernels are timed one by one, on a GPU.
+_PROFILED = 16
 #: FlashInfer's two decode kernels: whether each uses tensor cores.
 _FLASHINFER = {"flashinfer": False, "flashinfer_tensor_cores": True}
 
@@ -71,22 +73,24 @@ class DecodeBench(ModelShape):
         """Time all implementations; the gate compares with float64 attention over the selection."""
         self._check()
         num_steps = options.num_steps + _WARMUPS
-        num_tokens = -(-num_steps // self.layers) + _CALIBRATION_TOKENS + 2
+        num_tokens = -(-(num_steps + _PROFILED) // self.layers) + _CALIBRATION_TOKENS + 2
         requests = self._make_requests(options, num_tokens)
         work = DecodeWorkload(requests, self.misses)
         agrees = work.agrees()
         work.calibrate(_CALIBRATION_TOKENS)
         before = requests.stats
-        peers = work.peers()
+        peers, ours = work.peers(), Candidate(work.decode, work.prepare)
         case = timed_case(
             "decode",
             self._params() | ({"left_out": work.left_out} if work.left_out else {}),
-            peers | {options.device.type: Candidate(work.decode, work.prepare)},
+            peers | {options.device.type: ours},
             options,
             agrees=lambda: agrees,
             num_warmups=_WARMUPS,
         )
         case.params["miss_ratio"] = round(miss_ratio(before, requests.stats), 4)
+        if options.device.type == "cuda":
+            case.params["kernels_us"] = kernel_times(ours, range(num_steps, num_steps + _PROFILED))
         return case
 
     def _check(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +67,29 @@ def time_in_turns(
                 if step >= num_warmups and step > first:
                     times[impl].append(seconds)
     return times
+
+
+def kernel_times(candidate: Candidate, steps: Sequence[int]) -> dict[str, float]:
+    """Median time of each kernel on a GPU, in us, times its launches in a step, by name.
+
+    A kernel that begins while the one before it still runs (programmatic dependent launch) counts
+    what it waits. Kernels of less than 1 us a step are left out.
+    """
+    found = defaultdict[str, list[float]](list)
+    for step in steps:
+        if candidate.prepare is not None:
+            candidate.prepare(step)
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            candidate.run(step)
+            torch.cuda.synchronize()
+        for event in profile.events():
+            if event.device_type.name == "CUDA":
+                name = event.name.removeprefix("void ").partition("(")[0]
+                found[name].append(event.time_range.elapsed_us())
+    times = {name: median(x) * len(x) / len(steps) for name, x in found.items()}
+    return {n: round(us, 2) for n, us in sorted(times.items(), key=lambda x: -x[1]) if us >= 1}
 
 
 def timed_case(

@@ -168,7 +168,9 @@ def _sketch_kernel(
     # Between the scales and the numbers, and after these.
     rest = tl.arange(0, 16)
     gap: tl.constexpr = const.dim + const.channels * (const.code_bytes + 1) + 2 * const.blocks
-    tl.store(out + gap + rest, tl.zeros_like(rest).to(tl.uint8), mask=gap + rest < const.channels_at)
+    tl.store(
+        out + gap + rest, tl.zeros_like(rest).to(tl.uint8), mask=gap + rest < const.channels_at
+    )
     rest += const.channels_at + const.channels * const.channel_width
     tl.store(out + rest, tl.zeros_like(rest).to(tl.uint8), mask=rest < const.num_bytes)
 
