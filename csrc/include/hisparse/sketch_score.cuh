@@ -8,7 +8,7 @@ namespace hisparse {
 // blockIdx.x is the request, KV head and tile of its queries, blockIdx.y the run of pages; if there
 // are tail pages the first blocks are for those.
 template <typename Layout, int kTiles, int kParts>
-__global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlocks : 3)
+__global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlocks : kScoreBlocks - 1)
     sketch_score_kernel(const __grid_constant__ SketchScoreParams p) {
   wait_for_earlier_launches();
   using Scorer = SketchScorer<Layout, kTiles, kParts>;
