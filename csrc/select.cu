@@ -18,33 +18,33 @@ bool fits_shared(const OnDevice& on, int32_t pages) {
   return shared_bytes(pages) <= on.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
-// Threads of each block of a selection; in a cluster at least one for each digit that is counted.
-int threads_for(int32_t width, int32_t blocks) {
-  const int least = blocks > 1 ? 1 << kClusterDigitBits : 0;
-  return std::max(least, block_threads(pages_of_block(width, blocks), kItems));
+int threads_for(int32_t width, int32_t log_blocks) {
+  return block_threads(pages_of_block(width, log_blocks), kItems);
 }
 
 // Blocks for a selection: as many as the device runs at once, as far as they have enough to do.
-int32_t blocks_for(const OnDevice& on, int64_t selections, int32_t width) {
-  if (!on.has_clusters()) return 1;
+int32_t log_blocks_for(const OnDevice& on, int64_t selections, int32_t width) {
+  if (!on.has_clusters()) return 0;
   const int64_t most = kMaxThreads * on.attribute(cudaDevAttrMultiProcessorCount);
-  int32_t blocks = 1;
-  while (blocks < kMaxCluster && width > blocks * kPagesPerBlock &&
-         selections * 2 * blocks * threads_for(width, 2 * blocks) <= most) {
-    blocks *= 2;
+  int32_t log = 0;
+  while (1 << log < kMaxCluster && width > kPagesPerBlock << log &&
+         (selections * threads_for(width, log + 1) << (log + 1)) <= most) {
+    ++log;
   }
-  return blocks;
+  return log;
 }
 
 template <typename Score>
-void launch(const OnDevice& on, int64_t selections, SelectParams p) {
-  for (p.blocks = blocks_for(on, selections, p.width); p.blocks > 0; p.blocks /= 2) {
-    const int32_t pages = pages_of_block(p.width, p.blocks);
+void launch(const OnDevice& on, int64_t requests, SelectParams p) {
+  for (p.log_blocks = log_blocks_for(on, requests * p.out_heads, p.width); p.log_blocks >= 0;
+       --p.log_blocks) {
+    const int32_t pages = pages_of_block(p.width, p.log_blocks);
     const bool in_shared = fits_shared(on, pages);
     const auto kernel = in_shared ? select_kernel<Score, true> : select_kernel<Score, false>;
-    const dim3 grid(static_cast<unsigned>(selections * p.blocks));
-    if (on.launch("select", kernel, grid, threads_for(p.width, p.blocks),
-                  shared_bytes(in_shared ? pages : 0), p, static_cast<unsigned>(p.blocks))) {
+    const dim3 grid(static_cast<unsigned>(requests << p.log_blocks),
+                    static_cast<unsigned>(p.out_heads));
+    if (on.launch("select", kernel, grid, threads_for(p.width, p.log_blocks),
+                  shared_bytes(in_shared ? pages : 0), p, 1u << p.log_blocks)) {
       return;
     }
   }
@@ -57,7 +57,7 @@ void launch(const OnDevice& on, int64_t selections, SelectParams p) {
 int64_t select_scratch_words(Arguments& in) {
   const TensorView scores = in.tensor();
   if (scores.size(1) <= in.number<int64_t>()) return 0;
-  return fits_shared(OnDevice(scores), pages_of_block(size32(scores, 2), 1)) ? 0 : scores.size(2);
+  return fits_shared(OnDevice(scores), pages_of_block(size32(scores, 2), 0)) ? 0 : scores.size(2);
 }
 
 // After the results comes `scratch`, [B, H, words] of int32.
@@ -78,8 +78,7 @@ void select(Arguments& in) {
   p.invalid_scores = in.data_or_null<unsigned long long>("invalid_scores");
   const TensorView pages = in.tensor(), lengths = in.tensor(), scratch = in.tensor();
   p.drop_last = in.number<bool>();
-  const int64_t selections = lengths.numel();
-  if (selections == 0) return;
+  if (lengths.numel() == 0) return;
   p.scores = scores.data_ptr();
   p.pages = data_of<int32_t>(pages, "pages");
   p.lengths = data_of<int32_t>(lengths, "lengths");
@@ -87,17 +86,19 @@ void select(Arguments& in) {
   p.request_stride = scores.stride(0);
   p.head_stride = scores.stride(1);
   p.page_stride = scores.stride(2);
-  p.heads = size32(scores, 1);
+  const int32_t heads = size32(scores, 1);
   p.out_heads = size32(lengths, 1);
+  p.voters = std::max(1, heads / p.out_heads);
+  p.sharers = std::max(1, p.out_heads / heads);
   p.width = size32(scores, 2);
   p.max_pages = size32(pages, 2);
   const OnDevice on(scores);
   if (scores.dtype().bits == 32) {
-    launch<float>(on, selections, p);
+    launch<float>(on, lengths.size(0), p);
   } else if (scores.dtype().code == kDLBfloat) {
-    launch<BFloat16>(on, selections, p);
+    launch<BFloat16>(on, lengths.size(0), p);
   } else {
-    launch<Float16>(on, selections, p);
+    launch<Float16>(on, lengths.size(0), p);
   }
 }
 

@@ -43,27 +43,45 @@ __device__ inline uint32_t rank_of(float score) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The sum of exp(score - top) over some scores of a head, the largest of which is `top`.
+// The score of a rank, which is finite.
+__device__ inline float score_of(uint32_t rank) {
+  return __uint_as_float(rank & 0x80000000u ? rank & 0x7fffffffu : ~rank);
+}
+
+// To about 2^-20.
+__device__ inline float exp_of(float x) { return power_of_two(x * 1.44269504f); }
+
+// The sum of exp(score - top) over some scores of a head; `top` is the largest of them that is finite.
 struct Mass {
-  float top = -INFINITY, total = 0.0f;
+  float top = -FLT_MAX, total = 0.0f;
 
-  // -inf everywhere: there is no maximum to subtract.
-  __device__ static float subtracted(float top) { return top == -INFINITY ? 0.0f : top; }
-
-  __device__ void add(const Mass& other) {
-    const float highest = fmaxf(top, other.top), base = subtracted(highest);
-    total = total * expf(top - base) + other.total * expf(other.top - base);
+  __device__ void raise(float highest) {
+    total *= exp_of(top - highest);
     top = highest;
+  }
+
+  __device__ void add(Mass other) {
+    const float highest = fmaxf(top, other.top);
+    raise(highest);
+    other.raise(highest);
+    total += other.total;
+  }
+
+  __device__ void add(const float (&scores)[kItems]) {
+    float highest = top;
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) highest = fmaxf(highest, scores[j]);
+    raise(highest);
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) total += exp_of(scores[j] - highest);
   }
 
   // Adds the masses of a warp's lanes; all of them get the sum.
   __device__ void add_lanes() {
+    raise(score_of(__reduce_max_sync(kAllLanes, rank_of(top))));
 #pragma unroll
     for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      Mass other;
-      other.top = __shfl_xor_sync(kAllLanes, top, distance);
-      other.total = __shfl_xor_sync(kAllLanes, total, distance);
-      add(other);
+      total += __shfl_xor_sync(kAllLanes, total, distance);
     }
   }
 };
@@ -84,46 +102,54 @@ struct SelectParams {
   uint32_t* scratch;                   // [B, H, P] for ranks, or null
   int64_t request_stride, head_stride, page_stride;  // of the scores, in elements
   int64_t forced_request_stride, forced_page_stride, rest_request_stride, rest_head_stride;
-  int32_t heads, out_heads, width, max_pages;
-  int32_t blocks;  // of a cluster
+  int32_t out_heads, width, max_pages;
+  int32_t voters, sharers;  // heads of the scores for one of the selection, or the reverse; 1 is one
+  int32_t log_blocks;       // of the blocks of a cluster
   bool drop_last;
 };
 
 constexpr int kRankBits = 32;
-constexpr int kDigitBits = 11;
+// A digit has two halves: a warp finds one of so many with one lane each.
+constexpr int kHalfBits = 5;
+constexpr int kDigitBits = 2 * kHalfBits;
 constexpr int kDigits = 1 << kDigitBits;
-// Blocks of a cluster on any GPU that has clusters. They read fewer counts of each other, more often.
+constexpr int kTurns = (kRankBits + kDigitBits - 1) / kDigitBits;
+// Blocks of a cluster on any GPU that has clusters.
 constexpr int kMaxCluster = 8;
-constexpr int kClusterDigitBits = 8;
-// Heads whose softmax the blocks compute between two barriers.
+// Heads whose softmax the blocks compute between two barriers, and those that are read at once.
 constexpr int kVoters = 8;
+constexpr int kRows = 4;
 
 // Ranks that are counted, in all blocks and in those before this one.
 struct Counted {
   int32_t all = 0, before = 0;
+};
 
-  __device__ void add(const Counted& other) {
-    all += other.all;
-    before += other.before;
-  }
+// Which pages are taken: those with rank >> shift above `least`, and the first `ties` of those where
+// it equals `least`.
+struct Cut {
+  int32_t shift;
+  uint32_t least;
+  int32_t ties;
+  int32_t before, ties_before;  // Pages above `least`, and equal to it, in the blocks before this one.
+  bool all_ties;                // There are no more of them.
 };
 
 struct SelectShared {
-  int32_t counts[2][kDigits];  // by turn
-  Mass masses[kVoters][kMaxWarps];
-  Mass block_masses[2][kVoters];  // by turn
+  int32_t counts[kTurns][kDigits];  // of this block's ranks by digit
+  int32_t sums[kTurns][kWarp];      // of the counts of digits with the same first half
+  Mass masses[2][kVoters][kMaxWarps];  // by turn
   Shares shares[kVoters];
-  Counted warp_counts[kMaxWarps];
   int32_t totals[BlockRank::kTotals], tie_totals[BlockRank::kTotals];
-  Counted above, inside;
-  int32_t digit;
-  int32_t invalid;  // A thread saw an invalid score.
-  int32_t unused[2];  // The ranks behind it begin at a multiple of 16 bytes.
+  Cut cut;
+  int32_t invalid;    // A thread saw an invalid score.
+  int32_t unused[1];  // The ranks behind it begin at a multiple of 16 bytes.
 };
+static_assert(sizeof(SelectShared) % 16 == 0);
 
 // Pages of each block of a cluster, but for the last ones.
-__host__ __device__ inline int32_t pages_of_block(int32_t pages, int32_t blocks) {
-  return (pages + blocks * kWarp - 1) / (blocks * kWarp) * kWarp;
+__host__ __device__ inline int32_t pages_of_block(int32_t pages, int32_t log_blocks) {
+  return (pages + (kWarp << log_blocks) - 1) / kWarp >> log_blocks << 5;
 }
 
 // This block's part of a selection, whose pages are numbered from 0 here. Every method is called by all
@@ -136,185 +162,207 @@ struct RankedPages {
   const Score* scores;  // of the first head and the first page of the part
   const bool* forced;   // the same; null: no page is
   const float* rest;    // of the first head, or null
-  int32_t voters;       // heads that share the selection
   int32_t block;        // number in the cluster
   int32_t count;        // pages of the part
+  bool invalid = false;  // This thread saw an invalid score.
 
-  __device__ float score(int32_t head, int32_t page) const {
-    return to_float(scores[head * p.head_stride + page * p.page_stride]);
-  }
-  __device__ bool is_forced(int32_t page) const {
-    return forced != nullptr && forced[page * p.forced_page_stride];
-  }
+  __device__ int blocks() const { return 1 << p.log_blocks; }
   __device__ bool keeps_ranks() const { return kInShared || ranks != nullptr; }
   __device__ uint32_t rank_at(int32_t page) const {
     if (keeps_ranks()) return ranks[page];
-    return is_forced(page) ? kForcedRank : rank_of(finite(score(0, page)));
+    if (forced != nullptr && forced[page * p.forced_page_stride]) return kForcedRank;
+    return rank_of(finite(to_float(scores[page * p.page_stride])));
   }
 
-  __device__ int digit_bits() const { return p.blocks > 1 ? kClusterDigitBits : kDigitBits; }
+  // Each warp has kItems pages per lane of a tile; its loops are over those that begin at `base`.
+  __device__ int32_t first_base() const { return warp_id() * kItems * kWarp; }
+  __device__ int32_t page_of(int32_t base, int j) const { return base + j * kWarp + lane_id(); }
 
-  __device__ void clear_counts(int turn) {
-    const int32_t digits = 1 << digit_bits();
-    for (int32_t i = threadIdx.x; i < digits; i += num_threads()) shared.counts[turn][i] = 0;
-    __syncthreads();  // The counts are 0.
-  }
-
-  // All lanes call it. Lanes that agree with the first one count together, for the shares of many
-  // pages may be 0; where none counts, as for the last digits of most pages, little is done.
-  __device__ void count_digit(int turn, bool counted, uint32_t digit) {
-    const unsigned counting = __ballot_sync(kAllLanes, counted);
-    if (counting == 0) return;
-    const int leader = __ffs(static_cast<int>(counting)) - 1;
-    const uint32_t first = __shfl_sync(kAllLanes, digit, leader);
-    const unsigned same = __ballot_sync(kAllLanes, counted && digit == first);
-    if (counted && digit != first) atomicAdd(&shared.counts[turn][digit], 1);
-    if (lane_id() == leader) atomicAdd(&shared.counts[turn][first], __popc(same));
-  }
-
-  __device__ void keep_rank(int32_t page, uint32_t rank) {
-    if (page < count && keeps_ranks()) ranks[page] = rank;
-    count_digit(0, page < count, rank >> (kRankBits - digit_bits()));
-  }
-
-  // Ranks the pages and counts their first digits. Returns whether one of the selection's scores was
-  // invalid, in the first warp of the first block.
-  __device__ bool rank_pages() {
-    if (threadIdx.x == 0) shared.invalid = 0;
-    clear_counts(0);
-    const bool invalid = voters > 1 ? rank_together() : rank_alone();
-    if (invalid) atomicOr(&shared.invalid, 1);
-    cluster_sync();  // The first digits are counted.
-    if (block != 0 || warp_id() != 0) return false;
-    return __any_sync(kAllLanes, lane_id() < p.blocks && of_block(shared.invalid, lane_id()) != 0);
-  }
-
-  // Ranks the pages by the scores of one head. Returns true in a thread that saw an invalid score.
-  __device__ bool rank_alone() {
-    bool invalid = false;
-    for (int32_t base = 0; base < count; base += tile_size()) {
-      float found[kItems];
-      bool first[kItems];
+  // Scores of the pages from `base` in some rows, of which row i begins `between * i` elements behind
+  // `first` and ends at page `ends[i]`. All of them are under way together.
+  __device__ void load(const Score* first, int64_t between, int32_t base,
+                       const int32_t (&ends)[kRows], float (&found)[kRows][kItems]) {
+    const Score* at = first + page_of(base, 0) * p.page_stride;
+    const int64_t step = kWarp * p.page_stride;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, at += between) {
 #pragma unroll
       for (int j = 0; j < kItems; ++j) {
-        const int32_t page = base + tile_index(j);
-        found[j] = page < count ? score(0, page) : 0.0f;
-        first[j] = page < count && is_forced(page);
-      }
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        invalid |= is_invalid(found[j]);
-        keep_rank(base + tile_index(j), first[j] ? kForcedRank : rank_of(finite(found[j])));
+        found[i][j] = page_of(base, j) < ends[i] ? to_float(at[j * step]) : -INFINITY;
       }
     }
-    return invalid;
+  }
+  // Of scores as they were loaded.
+  __device__ void make_finite(float (&found)[kRows][kItems]) {
+    bool spoilt = false;
+#pragma unroll
+    for (int i = 0; i < kRows * kItems; ++i) spoilt |= is_invalid(found[i / kItems][i % kItems]);
+    if (!spoilt) return;
+    invalid = true;
+#pragma unroll
+    for (int i = 0; i < kRows * kItems; ++i) {
+      found[i / kItems][i % kItems] = finite(found[i / kItems][i % kItems]);
+    }
   }
 
-  // Ranks the pages by the sum of their shares. Returns true in a thread that saw an invalid score.
-  __device__ bool rank_together() {
-    bool invalid = false;
-    for (int32_t head = 0, turn = 0; head < voters; head += kVoters, turn ^= 1) {
-      const int32_t heads = min(kVoters, voters - head);
-      for (int32_t h = 0; h < heads; ++h) invalid |= weigh(head + h, shared.masses[h][warp_id()]);
-      __syncthreads();  // Each warp's part of each head's mass is there.
-      for (int32_t h = warp_id(); h < heads; h += num_threads() / kWarp) {
-        Mass mass;
-        if (lane_id() < num_threads() / kWarp) mass = shared.masses[h][lane_id()];
-        mass.add_lanes();
-        if (lane_id() == 0) shared.block_masses[turn][h] = mass;
+  // A bit for each of this thread's pages from `base` that is forced.
+  __device__ unsigned forced_from(int32_t base) const {
+    unsigned bits = 0;
+    if (forced != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kItems; ++j) {
+        const int32_t page = page_of(base, j);
+        if (page < count) bits |= unsigned{forced[page * p.forced_page_stride]} << j;
       }
-      cluster_sync();  // Each block's part is there.
+    }
+    return bits;
+  }
+
+  // Ranks this thread's pages from `base` by their scores, and counts the first digits.
+  __device__ void keep_ranks(int32_t base, const float (&found)[kItems], unsigned forced_bits) {
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+      const int32_t page = page_of(base, j);
+      if (page >= count) continue;
+      const uint32_t rank = forced_bits >> j & 1u ? kForcedRank : rank_of(found[j]);
+      if (keeps_ranks()) ranks[page] = rank;
+      atomicAdd(&shared.counts[0][rank >> (kRankBits - kDigitBits)], 1);
+    }
+  }
+
+  __device__ void rank_pages() {
+    for (int32_t i = threadIdx.x; i < kTurns * kDigits; i += num_threads()) shared.counts[0][i] = 0;
+    if (threadIdx.x == 0) shared.invalid = 0;
+    if (p.voters > 1) {
+      rank_together();
+    } else {
+      __syncthreads();  // The counts are 0.
+      rank_alone();
+    }
+    if (invalid) atomicOr(&shared.invalid, 1);
+  }
+
+  // Ranks the pages by the scores of one head.
+  __device__ void rank_alone() {
+    for (int32_t base = first_base(); base < count; base += kRows * tile_size()) {
+      float found[kRows][kItems];
+      int32_t ends[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) ends[i] = count - i * tile_size();
+      load(scores, tile_size() * p.page_stride, base, ends, found);
+      make_finite(found);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int32_t own = base + i * tile_size();
+        if (own < count) keep_ranks(own, found[i], forced_from(own));
+      }
+    }
+  }
+
+  // Ranks the pages by the sum of their shares.
+  __device__ void rank_together() {
+    // The scores of few pages stay in registers.
+    const bool stay = p.voters <= kRows && count <= tile_size();
+    float found[kRows][kItems];
+    unsigned forced_bits = 0;
+    for (int32_t head = 0, turn = 0; head < p.voters; head += kVoters, turn ^= 1) {
+      const int32_t heads = min(kVoters, p.voters - head);
+      for (int32_t h = 0; h < heads; h += kRows) {
+        Mass masses[kRows];
+        add_rest(head + h, masses);
+        for (int32_t base = first_base(); base < count; base += tile_size()) {
+          load_heads(head + h, base, found);
+          if (stay) forced_bits = forced_from(base);
+          make_finite(found);
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) masses[i].add(found[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          masses[i].add_lanes();
+          if (lane_id() == 0 && h + i < heads) shared.masses[turn][h + i][warp_id()] = masses[i];
+        }
+      }
+      cluster_sync();  // Each warp's part of each head's mass is there.
       for (int32_t h = warp_id(); h < heads; h += num_threads() / kWarp) {
-        invalid |= find_shares(head + h, shared.block_masses[turn][h], shared.shares[h]);
+        find_shares(shared.masses[turn][h], shared.shares[h]);
       }
       __syncthreads();  // The heads' shares are known.
-      add_shares(head, heads);
-    }
-    return invalid;
-  }
-
-  // This warp's part of a head's mass.
-  __device__ bool weigh(int32_t head, Mass& out) {
-    bool invalid = false;
-    Mass mass;
-    for (int32_t base = 0; base < count; base += tile_size()) {
-      float found[kItems];
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        const int32_t page = base + tile_index(j);
-        found[j] = page < count ? score(head, page) : -INFINITY;
-      }
-      float top = mass.top;
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        invalid |= is_invalid(found[j]);
-        found[j] = finite(found[j]);
-        top = fmaxf(top, found[j]);
-      }
-      const float subtracted = Mass::subtracted(top);
-      mass.total *= expf(mass.top - subtracted);
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) mass.total += expf(found[j] - subtracted);
-      mass.top = top;
-    }
-    mass.add_lanes();
-    if (lane_id() == 0) out = mass;
-    return invalid;
-  }
-
-  // From the blocks' parts and the head's rest. One warp calls it.
-  __device__ bool find_shares(int32_t head, const Mass& part, Shares& out) {
-    Mass mass;
-    if (lane_id() < p.blocks) {
-      mass.top = of_block(part.top, lane_id());
-      mass.total = of_block(part.total, lane_id());
-    }
-    mass.add_lanes();
-    const float beside = rest == nullptr ? -INFINITY : rest[head * p.rest_head_stride];
-    Mass of_rest;
-    of_rest.top = finite(beside);
-    of_rest.total = 1.0f;
-    mass.add(of_rest);
-    if (lane_id() == 0) {
-      out.base = Mass::subtracted(mass.top);
-      out.scale = 1.0f / (mass.total > 0.0f ? mass.total : 1.0f);
-    }
-    return is_invalid(beside);
-  }
-
-  // Adds the shares of `heads` heads; after the last head the sums become ranks.
-  __device__ void add_shares(int32_t head, int32_t heads) {
-    const bool begins = head == 0, ends = head + heads == voters;
-    for (int32_t base = 0; base < count; base += tile_size()) {
-      float sum[kItems];
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        const int32_t page = base + tile_index(j);
-        sum[j] = begins || page >= count ? 0.0f : __uint_as_float(ranks[page]);
-      }
-      for (int32_t h = 0; h < heads; ++h) {
-        const Shares shares = shared.shares[h];
-        float found[kItems];
+      for (int32_t base = first_base(); base < count; base += tile_size()) {
+        float sum[kItems];
 #pragma unroll
         for (int j = 0; j < kItems; ++j) {
-          const int32_t page = base + tile_index(j);
-          found[j] = page < count ? score(head + h, page) : -INFINITY;
+          const int32_t page = page_of(base, j);
+          sum[j] = head == 0 || page >= count ? 0.0f : __uint_as_float(ranks[page]);
+        }
+        for (int32_t h = 0; h < heads; h += kRows) {
+          if (!stay) {
+            load_heads(head + h, base, found);
+            make_finite(found);
+          }
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) {
+            if (h + i >= heads) break;
+            const Shares shares = shared.shares[h + i];
+#pragma unroll
+            for (int j = 0; j < kItems; ++j) {
+              sum[j] += exp_of(found[i][j] - shares.base) * shares.scale;
+            }
+          }
+        }
+        if (head + heads == p.voters) {
+          keep_ranks(base, sum, stay ? forced_bits : forced_from(base));
+          continue;
         }
 #pragma unroll
         for (int j = 0; j < kItems; ++j) {
-          sum[j] += expf(finite(found[j]) - shares.base) * shares.scale;
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        const int32_t page = base + tile_index(j);
-        if (ends) {
-          keep_rank(page, page < count && is_forced(page) ? kForcedRank : rank_of(sum[j]));
-        } else if (page < count) {
-          ranks[page] = __float_as_uint(sum[j]);
+          const int32_t page = page_of(base, j);
+          if (page < count) ranks[page] = __float_as_uint(sum[j]);
         }
       }
     }
+  }
+
+  __device__ void load_heads(int32_t head, int32_t base, float (&found)[kRows][kItems]) {
+    int32_t ends[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) ends[i] = head + i < p.voters ? count : 0;
+    load(scores + head * p.head_stride, p.head_stride, base, ends, found);
+  }
+
+  // One thread of the cluster begins with the heads' rest.
+  __device__ void add_rest(int32_t head, Mass (&masses)[kRows]) {
+    if (rest == nullptr || block != 0 || threadIdx.x != 0) return;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (head + i >= p.voters) break;
+      const float beside = rest[(head + i) * p.rest_head_stride];
+      invalid |= is_invalid(beside);
+      masses[i].add(Mass{finite(beside), 1.0f});
+    }
+  }
+
+  // From the masses of all warps of all blocks. One warp calls it.
+  __device__ void find_shares(const Mass (&of_warps)[kMaxWarps], Shares& out) {
+    Mass mass;
+    if (lane_id() < num_threads() / kWarp) {
+      Mass of[kMaxCluster];
+      // Without a branch between them all loads are under way together.
+#pragma unroll
+      for (int b = 0; b < kMaxCluster; ++b) {
+        const int from = min(b, blocks() - 1);
+        of[b].top = of_block(of_warps[lane_id()].top, from);
+        of[b].total = of_block(of_warps[lane_id()].total, from);
+        mass.top = fmaxf(mass.top, of[b].top);
+      }
+#pragma unroll
+      for (int b = 0; b < kMaxCluster; ++b) {
+        of[b].raise(mass.top);
+        if (b < blocks()) mass.total += of[b].total;
+      }
+    }
+    mass.add_lanes();
+    if (lane_id() == 0) out = {mass.top, 1.0f / (mass.total > 0.0f ? mass.total : 1.0f)};
   }
 };
 

@@ -14,120 +14,89 @@
 
 namespace hisparse {
 
-// Which pages are taken: those with rank >> shift above `least`, and the first `ties` of those where
-// it equals `least`.
-struct Cut {
-  int shift;
-  uint32_t least;
-  int32_t ties;
-  bool all_ties;                // There are no more of them.
-  int32_t before, ties_before;  // Pages above `least`, and equal to it, in the blocks before this one.
-};
-
-// The sum over this lane and those below it.
-__device__ inline Counted sum_to_here(Counted value) {
-#pragma unroll
-  for (int distance = 1; distance < kWarp; distance *= 2) {
-    Counted lower;
-    lower.all = __shfl_up_sync(kAllLanes, value.all, distance);
-    lower.before = __shfl_up_sync(kAllLanes, value.before, distance);
-    if (lane_id() >= distance) value.add(lower);
-  }
-  return value;
-}
-
 // This block's part of a selection, when its pages have ranks. Every method is called by all threads of
-// the cluster.
+// the cluster, but for those of one warp.
 template <typename Score, bool kInShared>
 struct SelectRow : RankedPages<Score, kInShared> {
   using Pages = RankedPages<Score, kInShared>;
-  using Pages::block, Pages::clear_counts, Pages::count, Pages::count_digit, Pages::digit_bits,
-      Pages::p, Pages::rank_at, Pages::shared;
+  using Pages::block, Pages::blocks, Pages::count, Pages::first_base, Pages::p, Pages::page_of,
+      Pages::rank_at, Pages::shared;
 
-  __device__ Counted counted(int turn, int32_t digit) const {
-    if (p.blocks == 1) return {shared.counts[turn][digit], 0};
+  __device__ Counted counted(const int32_t& own) const {
+    if (p.log_blocks == 0) return {own, 0};
     Counted sum;
     int32_t of[kMaxCluster];
     // Without a branch between them all loads are under way together.
 #pragma unroll
-    for (int b = 0; b < kMaxCluster; ++b) {
-      of[b] = of_block(shared.counts[turn][digit], min(b, p.blocks - 1));
-    }
+    for (int b = 0; b < kMaxCluster; ++b) of[b] = of_block(own, min(b, blocks() - 1));
 #pragma unroll
     for (int b = 0; b < kMaxCluster; ++b) {
-      if (b < p.blocks) sum.all += of[b];
+      if (b < blocks()) sum.all += of[b];
       if (b < block) sum.before += of[b];
     }
     return sum;
   }
 
-  // Finds the digit of the `wanted`-th rank from the top, among the ranks that are counted.
-  __device__ void find_digit(int turn, int bits, int32_t wanted) {
-    const int32_t digits = 1 << bits, each = (digits + num_threads() - 1) / num_threads();
-    // Threads take digits from the highest down.
-    const int32_t highest = digits - 1 - static_cast<int32_t>(threadIdx.x) * each;
-    Counted own;
-    for (int32_t digit = highest; digit > highest - each && digit >= 0; --digit) {
-      own.add(counted(turn, digit));
+  // Narrows the cut by `bits` more of the ranks, by the counts of their values. One warp calls it.
+  __device__ void narrow(const int32_t* counts, int bits, Cut& cut) const {
+    // Lanes take values from the highest down.
+    const Counted own = counted(counts[kWarp - 1 - lane_id()]);
+    int32_t up_to_here = own.all;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const int32_t lower = __shfl_up_sync(kAllLanes, up_to_here, distance);
+      if (lane_id() >= distance) up_to_here += lower;
     }
-    Counted above = sum_to_here(own);
-    if (lane_id() == kWarp - 1) shared.warp_counts[warp_id()] = above;
-    __syncthreads();  // Each warp's count is there.
-    Counted warps;
-    if (lane_id() < warp_id()) warps = shared.warp_counts[lane_id()];
-    warps = sum_to_here(warps);
-    above.all += __shfl_sync(kAllLanes, warps.all, kWarp - 1) - own.all;
-    above.before += __shfl_sync(kAllLanes, warps.before, kWarp - 1) - own.before;
-    if (above.all < wanted && wanted <= above.all + own.all) {
-      int32_t digit = highest;
-      Counted inside = each == 1 ? own : counted(turn, digit);
-      while (above.all + inside.all < wanted) {
-        above.add(inside);
-        inside = counted(turn, --digit);
-      }
-      shared.digit = digit;
-      shared.above = above;
-      shared.inside = inside;
-    }
-    __syncthreads();  // The digit is known.
+    const int lane = __ffs(static_cast<int>(__ballot_sync(kAllLanes, up_to_here >= cut.ties))) - 1;
+    cut.shift -= bits;
+    cut.least = cut.least << bits | static_cast<uint32_t>(kWarp - 1 - lane);
+    cut.ties -= __shfl_sync(kAllLanes, up_to_here - own.all, lane);
+    cut.before += __reduce_add_sync(kAllLanes, lane_id() < lane ? own.before : 0);
+    cut.ties_before = __shfl_sync(kAllLanes, own.before, lane);
+    cut.all_ties = cut.ties == __shfl_sync(kAllLanes, own.all, lane);
   }
 
-  // The first digits are counted. `wanted` is at least 1 and at most the number of pages.
+  // The first digits are counted, but for a barrier. `wanted` is at least 1 and at most the number of
+  // pages.
   __device__ Cut find_cut(int32_t wanted) {
-    Cut cut{kRankBits, 0u, wanted, false, 0, 0};
-    for (int turn = 0;; turn ^= 1) {
-      const int bits = min(digit_bits(), cut.shift);
-      if (cut.shift < kRankBits) {
-        clear_counts(turn);
-        count_next_digit(turn, cut, bits);
+    Cut cut{kRankBits, 0u, wanted, 0, 0, false};
+    for (int turn = 0; !cut.all_ties && cut.shift > 0; ++turn) {
+      const int bits = min(kDigitBits, cut.shift);
+      int32_t* const counts = shared.counts[turn];
+      if (turn > 0) count_next_digit(counts, cut, bits);
+      __syncthreads();  // The block's digits are counted.
+      for (int half = warp_id(); half < kWarp; half += num_threads() / kWarp) {
+        const int32_t sum = __reduce_add_sync(kAllLanes, counts[half * kWarp + lane_id()]);
+        if (lane_id() == 0) shared.sums[turn][half] = sum;
       }
-      cut.shift -= bits;
-      find_digit(turn, bits, cut.ties);
-      cut.least = cut.least << bits | static_cast<uint32_t>(shared.digit);
-      cut.ties -= shared.above.all;
-      cut.before += shared.above.before;
-      cut.ties_before = shared.inside.before;
-      cut.all_ties = cut.ties == shared.inside.all;
-      if (cut.all_ties || cut.shift == 0) return cut;
+      cluster_sync();  // The blocks' digits are counted.
+      if (warp_id() == 0) {
+        int first_half = 0;
+        if (bits > kHalfBits) {
+          narrow(shared.sums[turn], bits - kHalfBits, cut);
+          first_half = static_cast<int>(cut.least % kWarp);
+        }
+        narrow(counts + first_half * kWarp, min(bits, kHalfBits), cut);
+        if (lane_id() == 0) shared.cut = cut;
+      }
+      __syncthreads();  // The digit is known.
+      cut = shared.cut;
     }
+    return cut;
   }
 
   // Counts the digit behind those of the cut, of the pages that share them.
-  __device__ void count_next_digit(int turn, const Cut& cut, int bits) {
-    for (int32_t base = 0; base < count; base += tile_size()) {
-      uint32_t rank[kItems];
+  __device__ void count_next_digit(int32_t* counts, const Cut& cut, int bits) {
+    for (int32_t base = first_base(); base < count; base += tile_size()) {
 #pragma unroll
       for (int j = 0; j < kItems; ++j) {
-        const int32_t page = base + tile_index(j);
-        rank[j] = page < count ? rank_at(page) : 0u;
-      }
-#pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        const bool counted = base + tile_index(j) < count && rank[j] >> cut.shift == cut.least;
-        count_digit(turn, counted, rank[j] >> (cut.shift - bits) & ((1u << bits) - 1u));
+        const int32_t page = page_of(base, j);
+        const uint32_t rank = page < count ? rank_at(page) : 0u;
+        if (page < count && rank >> cut.shift == cut.least) {
+          atomicAdd(&counts[rank >> (cut.shift - bits) & ((1u << bits) - 1u)], 1);
+        }
       }
     }
-    cluster_sync();  // The digits are counted.
   }
 
   // Writes the pages that the cut takes, except `left_out`; returns how many there are in this block and
@@ -169,12 +138,13 @@ template <typename Score, bool kInShared>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     select_kernel(const __grid_constant__ SelectParams p) {
   wait_for_earlier_launches();
-  const int32_t row = static_cast<int32_t>(blockIdx.x) / p.blocks;
-  const int32_t block = static_cast<int32_t>(blockIdx.x) % p.blocks;
-  const int32_t request = row / p.out_heads, head = row % p.out_heads;
+  const int32_t block = static_cast<int32_t>(blockIdx.x) & ((1 << p.log_blocks) - 1);
+  const int32_t request = static_cast<int32_t>(blockIdx.x) >> p.log_blocks;
+  const int32_t head = static_cast<int32_t>(blockIdx.y);
   const int32_t count = max(0, min(p.num_pages[request], p.width));
   const int32_t left_out = p.drop_last ? count - 1 : -1;
-  int32_t* pages = p.pages + static_cast<int64_t>(row) * p.max_pages;
+  const int64_t row = int64_t{request} * p.out_heads + head;
+  int32_t* pages = p.pages + row * p.max_pages;
   int32_t length = 0;
   bool is_last = block == 0;  // This block has the end of the selection.
   if (count <= p.max_pages) {
@@ -183,12 +153,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       for (int32_t i = threadIdx.x; i < length; i += num_threads()) pages[i] = i;
     }
   } else {
-    // Fewer heads score than select: the heads of a group share their scores.
-    const int32_t first_head = static_cast<int32_t>(int64_t{head} * p.heads / p.out_heads);
-    const int32_t each = pages_of_block(count, p.blocks), first = min(block * each, count);
+    // Where fewer heads score than select, some share their scores.
+    const int32_t first_head = head * p.voters / p.sharers;
+    const int32_t each = pages_of_block(count, p.log_blocks), first = min(block * each, count);
     is_last = first < count && first + each >= count;
     uint32_t* ranks = p.scratch;
-    if (ranks != nullptr) ranks += static_cast<int64_t>(row) * p.width + first;
+    if (ranks != nullptr) ranks += row * p.width + first;
     if (kInShared) ranks = reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(SelectShared));
     SelectRow<Score, kInShared> step{{
         p,
@@ -202,14 +172,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         p.rest == nullptr
             ? nullptr
             : p.rest + request * p.rest_request_stride + first_head * p.rest_head_stride,
-        max(1, p.heads / p.out_heads),
         block,
         min(each, count - first)}};
-    const bool invalid = step.rank_pages();
-    if (invalid && threadIdx.x == 0 && p.invalid_scores != nullptr) {
-      atomicAdd(p.invalid_scores, 1ull);
+    step.rank_pages();
+    const Cut cut = step.find_cut(max(1, p.max_pages));
+    if (block == 0 && warp_id() == 0 && p.invalid_scores != nullptr) {
+      const bool invalid =
+          lane_id() < step.blocks() && of_block(step.shared.invalid, lane_id()) != 0;
+      if (__any_sync(kAllLanes, invalid) && lane_id() == 0) atomicAdd(p.invalid_scores, 1ull);
     }
-    if (p.max_pages > 0) length = step.write(step.find_cut(p.max_pages), first, left_out, pages);
+    if (p.max_pages > 0) length = step.write(cut, first, left_out, pages);
     cluster_sync();  // No block reads the shared memory of another one any more.
   }
   if (!is_last) return;

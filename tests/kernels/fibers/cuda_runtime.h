@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 #define __global__ static
 #define __device__
@@ -34,6 +35,9 @@ inline fibers::Index &gridDim = fibers::cluster().grid_size, &blockDim = fibers:
 #define __any_sync(mask, x) (::fibers::ballot((mask), (x), FIBERS_HERE) != 0)
 #define __all_sync(mask, x) (::fibers::ballot((mask), (x), FIBERS_HERE) == ~0u)
 #define __shfl_sync(mask, x, lane) (::fibers::shuffle((mask), (x), (lane), FIBERS_HERE))
+#define __reduce_add_sync(mask, x) (::fibers::reduce((mask), (x), std::plus<>(), FIBERS_HERE))
+#define __reduce_max_sync(mask, x) \
+  (::fibers::reduce((mask), (x), [](auto a, auto b) { return std::max(a, b); }, FIBERS_HERE))
 #define __shfl_up_sync(mask, x, by) \
   (::fibers::shuffle((mask), (x), ::fibers::lane_above((by)), FIBERS_HERE))
 #define __shfl_xor_sync(mask, x, by) \
@@ -56,6 +60,14 @@ T shuffle(unsigned mask, T value, int lane, const char* where) {
   const uint64_t* all = running->meet(mask, bits, where);
   std::memcpy(&value, &all[lane % kWarpSize], sizeof(T));
   return value;
+}
+
+template <typename T, typename Combine>
+T reduce(unsigned mask, T value, Combine combine, const char* where) {
+  const uint64_t* all = running->meet(mask, value, where);
+  T out = static_cast<T>(all[0]);
+  for (int i = 1; i < kWarpSize; ++i) out = combine(out, static_cast<T>(all[i]));
+  return out;
 }
 
 inline int lane_above(int by) { return std::max(running->lane() - by, 0); }
