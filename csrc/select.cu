@@ -78,6 +78,7 @@ void select(Arguments& in) {
   p.invalid_scores = in.data_or_null<unsigned long long>("invalid_scores");
   const TensorView pages = in.tensor(), lengths = in.tensor(), scratch = in.tensor();
   p.drop_last = in.number<bool>();
+  const int64_t requests = lengths.size(0);
   if (lengths.numel() == 0) return;
   p.scores = scores.data_ptr();
   p.pages = data_of<int32_t>(pages, "pages");
@@ -94,11 +95,11 @@ void select(Arguments& in) {
   p.max_pages = size32(pages, 2);
   const OnDevice on(scores);
   if (scores.dtype().bits == 32) {
-    launch<float>(on, lengths.size(0), p);
+    launch<float>(on, requests, p);
   } else if (scores.dtype().code == kDLBfloat) {
-    launch<BFloat16>(on, lengths.size(0), p);
+    launch<BFloat16>(on, requests, p);
   } else {
-    launch<Float16>(on, lengths.size(0), p);
+    launch<Float16>(on, requests, p);
   }
 }
 

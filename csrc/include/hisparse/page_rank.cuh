@@ -207,14 +207,15 @@ struct RankedPages {
 
   // A bit for each of this thread's pages from `base` that is forced.
   __device__ unsigned forced_from(int32_t base) const {
-    unsigned bits = 0;
-    if (forced != nullptr) {
+    if (forced == nullptr) return 0;
+    unsigned found[kItems], bits = 0;
 #pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        const int32_t page = page_of(base, j);
-        if (page < count) bits |= unsigned{forced[page * p.forced_page_stride]} << j;
-      }
+    for (int j = 0; j < kItems; ++j) {
+      const int32_t page = min(page_of(base, j), count - 1);
+      found[j] = forced[page * p.forced_page_stride];
     }
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) bits |= found[j] << j;
     return bits;
   }
 
@@ -231,8 +232,6 @@ struct RankedPages {
   }
 
   __device__ void rank_pages() {
-    for (int32_t i = threadIdx.x; i < kTurns * kDigits; i += num_threads()) shared.counts[0][i] = 0;
-    if (threadIdx.x == 0) shared.invalid = 0;
     if (p.voters > 1) {
       rank_together();
     } else {
@@ -269,7 +268,9 @@ struct RankedPages {
       const int32_t heads = min(kVoters, p.voters - head);
       for (int32_t h = 0; h < heads; h += kRows) {
         Mass masses[kRows];
-        add_rest(head + h, masses);
+        const int32_t own = head + h + lane_id();
+        float beside = -INFINITY;  // It is used when the scores are there too.
+        if (has_rest() && own < p.voters) beside = rest[own * p.rest_head_stride];
         for (int32_t base = first_base(); base < count; base += tile_size()) {
           load_heads(head + h, base, found);
           if (stay) forced_bits = forced_from(base);
@@ -277,6 +278,7 @@ struct RankedPages {
 #pragma unroll
           for (int i = 0; i < kRows; ++i) masses[i].add(found[i]);
         }
+        if (has_rest()) add_rest(beside, masses);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           masses[i].add_lanes();
@@ -330,15 +332,13 @@ struct RankedPages {
     load(scores + head * p.head_stride, p.head_stride, base, ends, found);
   }
 
-  // One thread of the cluster begins with the heads' rest.
-  __device__ void add_rest(int32_t head, Mass (&masses)[kRows]) {
-    if (rest == nullptr || block != 0 || threadIdx.x != 0) return;
+  // Some lanes of the cluster have the heads' rest, each that of one head.
+  __device__ bool has_rest() const { return rest != nullptr && block == 0 && warp_id() == 0; }
+  __device__ void add_rest(float beside, Mass (&masses)[kRows]) {
+    invalid |= is_invalid(beside);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (head + i >= p.voters) break;
-      const float beside = rest[(head + i) * p.rest_head_stride];
-      invalid |= is_invalid(beside);
-      masses[i].add(Mass{finite(beside), 1.0f});
+      masses[i].add(Mass{lane_id() == i ? finite(beside) : -INFINITY, 1.0f});
     }
   }
 

@@ -40,6 +40,18 @@ __device__ inline void cluster_sync() {
 #endif
 }
 
+// A barrier too, whose two halves are apart and which makes nothing visible.
+__device__ inline void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
 // What block `block` of the cluster has in its shared memory where this one has `own`.
 __device__ inline uint32_t word_of_block(const void* own, int block) {
   uint32_t out;

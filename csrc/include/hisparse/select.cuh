@@ -141,7 +141,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int32_t block = static_cast<int32_t>(blockIdx.x) & ((1 << p.log_blocks) - 1);
   const int32_t request = static_cast<int32_t>(blockIdx.x) >> p.log_blocks;
   const int32_t head = static_cast<int32_t>(blockIdx.y);
-  const int32_t count = max(0, min(p.num_pages[request], p.width));
+  const int32_t given = p.num_pages[request];
+  // Meanwhile the counts become 0.
+  auto& shared = *reinterpret_cast<SelectShared*>(dynamic_shared());
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < kTurns * kDigits; i += num_threads()) shared.counts[0][i] = 0;
+  if (threadIdx.x == 0) shared.invalid = 0;
+  const int32_t count = max(0, min(given, p.width));
   const int32_t left_out = p.drop_last ? count - 1 : -1;
   const int64_t row = int64_t{request} * p.out_heads + head;
   int32_t* pages = p.pages + row * p.max_pages;
@@ -150,6 +156,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (count <= p.max_pages) {
     length = count - (left_out >= 0);
     if (is_last) {
+#pragma unroll 1
       for (int32_t i = threadIdx.x; i < length; i += num_threads()) pages[i] = i;
     }
   } else {
@@ -162,7 +169,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     if (kInShared) ranks = reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(SelectShared));
     SelectRow<Score, kInShared> step{{
         p,
-        *reinterpret_cast<SelectShared*>(dynamic_shared()),
+        shared,
         ranks,
         static_cast<const Score*>(p.scores) + request * p.request_stride +
             first_head * p.head_stride + first * p.page_stride,
@@ -178,13 +185,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const Cut cut = step.find_cut(max(1, p.max_pages));
     if (block == 0 && warp_id() == 0 && p.invalid_scores != nullptr) {
       const bool invalid =
-          lane_id() < step.blocks() && of_block(step.shared.invalid, lane_id()) != 0;
+          lane_id() < step.blocks() && of_block(shared.invalid, lane_id()) != 0;
       if (__any_sync(kAllLanes, invalid) && lane_id() == 0) atomicAdd(p.invalid_scores, 1ull);
     }
+    cluster_arrive();
     if (p.max_pages > 0) length = step.write(cut, first, left_out, pages);
-    cluster_sync();  // No block reads the shared memory of another one any more.
+    cluster_wait();  // No block reads the shared memory of another one any more.
   }
   if (!is_last) return;
+#pragma unroll 1
   for (int32_t i = length + static_cast<int32_t>(threadIdx.x); i < p.max_pages;
        i += num_threads()) {
     pages[i] = -1;

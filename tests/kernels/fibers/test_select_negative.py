@@ -31,11 +31,11 @@ def test_each_missing_barrier_is_found(tmp_path: Path) -> None:
     changes = {}
     for name in ("page_rank.cuh", "select.cuh"):
         text = (SOURCES / "include" / "hisparse" / name).read_text()
-        barriers = re.findall(r"(?:__syncthreads|cluster_sync)\(\);  // .*", text)
+        barriers = re.findall(r"(?:__syncthreads|cluster_sync|cluster_wait)\(\);  // .*", text)
         changes[name] = [(line, f"if (p.width != {next(widths)}) {line}") for line in barriers]
     assert next(widths) == NARROWEST + NUM_WIDTHS
     # One dtype is built in a third of the time.
-    others = [(f"launch<{name}>(on, selections, p);", ";") for name in ("BFloat16", "Float16")]
+    others = [(f"launch<{name}>(on, requests, p);", ";") for name in ("BFloat16", "Float16")]
     folder = spoiled(tmp_path, changes | {"select.cu": others}, ["select.cu"])
     command = [sys.executable, "-m", "tests.kernels.fibers.select_traces", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -21,6 +21,8 @@ inline char* dynamic_shared() { return fibers::shared_of(fibers::running->own_bl
 inline void wait_for_earlier_launches() { fibers::running->begin(); }
 
 #define cluster_sync() (::fibers::running->cluster_barrier(FIBERS_HERE))
+inline void cluster_arrive() {}
+#define cluster_wait() cluster_sync()
 
 template <typename T>
 T of_block(const T& own, int block) {
