@@ -52,7 +52,7 @@ __device__ inline float score_of(uint32_t rank) {
 __device__ inline float exp_of(float x) { return power_of_two(x * 1.44269504f); }
 
 // The sum of exp(score - top) over some scores of a head; `top` is the largest of them that is finite.
-struct Mass {
+struct alignas(8) Mass {
   float top = -FLT_MAX, total = 0.0f;
 
   __device__ void raise(float highest) {
@@ -136,14 +136,19 @@ struct Cut {
 };
 
 struct SelectShared {
-  int32_t counts[kTurns][kDigits];  // of this block's ranks by digit
-  int32_t sums[kTurns][kWarp];      // of the counts of digits with the same first half
+  // Of this block's ranks, by digit and by the first half of the digit.
+  int32_t counts[kTurns][kDigits + kWarp];
   Mass masses[2][kVoters][kMaxWarps];  // by turn
   Shares shares[kVoters];
   int32_t totals[BlockRank::kTotals], tie_totals[BlockRank::kTotals];
   Cut cut;
   int32_t invalid;    // A thread saw an invalid score.
   int32_t unused[1];  // The ranks behind it begin at a multiple of 16 bytes.
+
+  __device__ void count(int turn, uint32_t digit) {
+    atomicAdd(&counts[turn][digit], 1);
+    atomicAdd(&counts[turn][kDigits + (digit >> kHalfBits)], 1);
+  }
 };
 static_assert(sizeof(SelectShared) % 16 == 0);
 
@@ -182,13 +187,13 @@ struct RankedPages {
   // `first` and ends at page `ends[i]`. All of them are under way together.
   __device__ void load(const Score* first, int64_t between, int32_t base,
                        const int32_t (&ends)[kRows], float (&found)[kRows][kItems]) {
-    const Score* at = first + page_of(base, 0) * p.page_stride;
-    const int64_t step = kWarp * p.page_stride;
+    const Score* row = first + page_of(base, 0) * p.page_stride;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i, at += between) {
+    for (int i = 0; i < kRows; ++i, row += between) {
+      const Score* at = row;
 #pragma unroll
-      for (int j = 0; j < kItems; ++j) {
-        found[i][j] = page_of(base, j) < ends[i] ? to_float(at[j * step]) : -INFINITY;
+      for (int j = 0; j < kItems; ++j, at += kWarp * p.page_stride) {
+        found[i][j] = page_of(base, j) < ends[i] ? to_float(*at) : -INFINITY;
       }
     }
   }
@@ -205,29 +210,25 @@ struct RankedPages {
     }
   }
 
-  // A bit for each of this thread's pages from `base` that is forced.
-  __device__ unsigned forced_from(int32_t base) const {
-    if (forced == nullptr) return 0;
-    unsigned found[kItems], bits = 0;
+  // Whether each of this thread's pages from `base` is forced.
+  __device__ void load_forced(int32_t base, bool (&found)[kItems]) const {
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
-      const int32_t page = min(page_of(base, j), count - 1);
-      found[j] = forced[page * p.forced_page_stride];
+      const int32_t page = page_of(base, j);
+      found[j] = forced != nullptr && page < count && forced[page * p.forced_page_stride];
     }
-#pragma unroll
-    for (int j = 0; j < kItems; ++j) bits |= found[j] << j;
-    return bits;
   }
 
   // Ranks this thread's pages from `base` by their scores, and counts the first digits.
-  __device__ void keep_ranks(int32_t base, const float (&found)[kItems], unsigned forced_bits) {
+  __device__ void keep_ranks(int32_t base, const float (&found)[kItems],
+                             const bool (&first)[kItems]) {
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
       const int32_t page = page_of(base, j);
       if (page >= count) continue;
-      const uint32_t rank = forced_bits >> j & 1u ? kForcedRank : rank_of(found[j]);
+      const uint32_t rank = first[j] ? kForcedRank : rank_of(found[j]);
       if (keeps_ranks()) ranks[page] = rank;
-      atomicAdd(&shared.counts[0][rank >> (kRankBits - kDigitBits)], 1);
+      shared.count(0, rank >> (kRankBits - kDigitBits));
     }
   }
 
@@ -253,7 +254,10 @@ struct RankedPages {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int32_t own = base + i * tile_size();
-        if (own < count) keep_ranks(own, found[i], forced_from(own));
+        if (own >= count) break;
+        bool forced_ones[kItems];
+        load_forced(own, forced_ones);
+        keep_ranks(own, found[i], forced_ones);
       }
     }
   }
@@ -263,7 +267,7 @@ struct RankedPages {
     // The scores of few pages stay in registers.
     const bool stay = p.voters <= kRows && count <= tile_size();
     float found[kRows][kItems];
-    unsigned forced_bits = 0;
+    bool forced_ones[kItems];
     for (int32_t head = 0, turn = 0; head < p.voters; head += kVoters, turn ^= 1) {
       const int32_t heads = min(kVoters, p.voters - head);
       for (int32_t h = 0; h < heads; h += kRows) {
@@ -272,8 +276,8 @@ struct RankedPages {
         float beside = -INFINITY;  // It is used when the scores are there too.
         if (has_rest() && own < p.voters) beside = rest[own * p.rest_head_stride];
         for (int32_t base = first_base(); base < count; base += tile_size()) {
+          if (stay) load_forced(base, forced_ones);
           load_heads(head + h, base, found);
-          if (stay) forced_bits = forced_from(base);
           make_finite(found);
 #pragma unroll
           for (int i = 0; i < kRows; ++i) masses[i].add(found[i]);
@@ -313,7 +317,8 @@ struct RankedPages {
           }
         }
         if (head + heads == p.voters) {
-          keep_ranks(base, sum, stay ? forced_bits : forced_from(base));
+          if (!stay) load_forced(base, forced_ones);
+          keep_ranks(base, sum, forced_ones);
           continue;
         }
 #pragma unroll
@@ -346,19 +351,21 @@ struct RankedPages {
   __device__ void find_shares(const Mass (&of_warps)[kMaxWarps], Shares& out) {
     Mass mass;
     if (lane_id() < num_threads() / kWarp) {
-      Mass of[kMaxCluster];
-      // Without a branch between them all loads are under way together.
+      mass = of_warps[lane_id()];
+      if (p.log_blocks > 0) {
+        mass.total = 0.0f;
+        Mass of[kMaxCluster];
+        // Without a branch between them all loads are under way together.
 #pragma unroll
-      for (int b = 0; b < kMaxCluster; ++b) {
-        const int from = min(b, blocks() - 1);
-        of[b].top = of_block(of_warps[lane_id()].top, from);
-        of[b].total = of_block(of_warps[lane_id()].total, from);
-        mass.top = fmaxf(mass.top, of[b].top);
-      }
+        for (int b = 0; b < kMaxCluster; ++b) {
+          of[b] = of_block(of_warps[lane_id()], min(b, blocks() - 1));
+          mass.top = fmaxf(mass.top, of[b].top);
+        }
 #pragma unroll
-      for (int b = 0; b < kMaxCluster; ++b) {
-        of[b].raise(mass.top);
-        if (b < blocks()) mass.total += of[b].total;
+        for (int b = 0; b < kMaxCluster; ++b) {
+          of[b].raise(mass.top);
+          if (b < blocks()) mass.total += of[b].total;
+        }
       }
     }
     mass.add_lanes();

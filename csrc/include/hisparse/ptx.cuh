@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace hisparse {
 
@@ -52,25 +53,29 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
-// What block `block` of the cluster has in its shared memory where this one has `own`.
-__device__ inline uint32_t word_of_block(const void* own, int block) {
-  uint32_t out;
+// What block `block` of the cluster has in its shared memory where this one has `own`: 4 or 8 bytes.
+template <typename T>
+__device__ inline T of_block(const T& own, int block) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{\n\t.reg .b32 at;\n\tmapa.shared::cluster.u32 at, %1, %2;\n\t"
-               "ld.shared::cluster.u32 %0, [at];\n\t}"
-               : "=r"(out)
-               : "r"(shared_address(own)), "r"(block)
-               : "memory");
-#else
-  out = *static_cast<const uint32_t*>(own);
-#endif
+  uint32_t at;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(at)
+               : "r"(shared_address(&own)), "r"(block));
+  uint32_t words[2];
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.shared::cluster.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "r"(at)
+                 : "memory");
+  } else {
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(words[0]) : "r"(at) : "memory");
+  }
+  T out;
+  memcpy(&out, words, sizeof(T));
   return out;
-}
-__device__ inline int32_t of_block(const int32_t& own, int block) {
-  return static_cast<int32_t>(word_of_block(&own, block));
-}
-__device__ inline float of_block(const float& own, int block) {
-  return __uint_as_float(word_of_block(&own, block));
+#else
+  return own;
+#endif
 }
 
 // A number that other threads of the block may write meanwhile: one of their values, or the old one.

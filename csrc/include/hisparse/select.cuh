@@ -62,21 +62,15 @@ struct SelectRow : RankedPages<Score, kInShared> {
     Cut cut{kRankBits, 0u, wanted, 0, 0, false};
     for (int turn = 0; !cut.all_ties && cut.shift > 0; ++turn) {
       const int bits = min(kDigitBits, cut.shift);
-      int32_t* const counts = shared.counts[turn];
-      if (turn > 0) count_next_digit(counts, cut, bits);
-      __syncthreads();  // The block's digits are counted.
-      for (int half = warp_id(); half < kWarp; half += num_threads() / kWarp) {
-        const int32_t sum = __reduce_add_sync(kAllLanes, counts[half * kWarp + lane_id()]);
-        if (lane_id() == 0) shared.sums[turn][half] = sum;
-      }
+      if (turn > 0) count_next_digit(turn, cut, bits);
       cluster_sync();  // The blocks' digits are counted.
       if (warp_id() == 0) {
-        int first_half = 0;
+        const int32_t* counts = shared.counts[turn];
         if (bits > kHalfBits) {
-          narrow(shared.sums[turn], bits - kHalfBits, cut);
-          first_half = static_cast<int>(cut.least % kWarp);
+          narrow(counts + kDigits, bits - kHalfBits, cut);
+          counts += cut.least % kWarp * kWarp;
         }
-        narrow(counts + first_half * kWarp, min(bits, kHalfBits), cut);
+        narrow(counts, min(bits, kHalfBits), cut);
         if (lane_id() == 0) shared.cut = cut;
       }
       __syncthreads();  // The digit is known.
@@ -86,14 +80,14 @@ struct SelectRow : RankedPages<Score, kInShared> {
   }
 
   // Counts the digit behind those of the cut, of the pages that share them.
-  __device__ void count_next_digit(int32_t* counts, const Cut& cut, int bits) {
+  __device__ void count_next_digit(int turn, const Cut& cut, int bits) {
     for (int32_t base = first_base(); base < count; base += tile_size()) {
 #pragma unroll
       for (int j = 0; j < kItems; ++j) {
         const int32_t page = page_of(base, j);
         const uint32_t rank = page < count ? rank_at(page) : 0u;
         if (page < count && rank >> cut.shift == cut.least) {
-          atomicAdd(&counts[rank >> (cut.shift - bits) & ((1u << bits) - 1u)], 1);
+          shared.count(turn, rank >> (cut.shift - bits) & ((1u << bits) - 1u));
         }
       }
     }
@@ -143,9 +137,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int32_t head = static_cast<int32_t>(blockIdx.y);
   const int32_t given = p.num_pages[request];
   // Meanwhile the counts become 0.
+  constexpr int32_t kCounts = kTurns * (kDigits + kWarp);
   auto& shared = *reinterpret_cast<SelectShared*>(dynamic_shared());
 #pragma unroll 1
-  for (int32_t i = threadIdx.x; i < kTurns * kDigits; i += num_threads()) shared.counts[0][i] = 0;
+  for (int32_t i = threadIdx.x; i < kCounts; i += num_threads()) shared.counts[0][i] = 0;
   if (threadIdx.x == 0) shared.invalid = 0;
   const int32_t count = max(0, min(given, p.width));
   const int32_t left_out = p.drop_last ? count - 1 : -1;

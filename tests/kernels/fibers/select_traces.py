@@ -19,7 +19,7 @@ from tests.kernels.fibers.build import load
 
 #: Clusters of two blocks.
 NARROWEST = 1100
-NUM_WIDTHS = 7
+NUM_WIDTHS = 6
 #: Two turns of the heads that are weighed at once.
 _HEADS = 10
 
