@@ -66,7 +66,7 @@ void select(Arguments& in) {
   const TensorView scores = in.tensor();
   p.num_pages = in.data<const int32_t>("num_pages");
   if (const auto forced = in.optional()) {
-    p.forced = static_cast<const bool*>(forced->data_ptr());
+    p.forced = static_cast<const uint8_t*>(forced->data_ptr());
     p.forced_request_stride = forced->stride(0);
     p.forced_page_stride = forced->stride(1);
   }

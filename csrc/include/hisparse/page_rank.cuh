@@ -93,7 +93,7 @@ struct Shares {
 
 struct SelectParams {
   const void* scores;                  // [B, heads, P], of the kernel's type
-  const bool* forced;                  // [B, P], or null: no page is
+  const uint8_t* forced;               // [B, P], 0 or 1, or null: no page is
   const float* rest;                   // [B, heads], or null: -inf for each
   const int32_t* num_pages;            // [B]
   int32_t* pages;                      // [B, H, K]
@@ -165,7 +165,7 @@ struct RankedPages {
   SelectShared& shared;
   uint32_t* ranks;      // [count], or null: the ranks of a single head are read from its scores
   const Score* scores;  // of the first head and the first page of the part
-  const bool* forced;   // the same; null: no page is
+  const uint8_t* forced;  // the same; null: no page is
   const float* rest;    // of the first head, or null
   int32_t block;        // number in the cluster
   int32_t count;        // pages of the part
@@ -210,25 +210,29 @@ struct RankedPages {
     }
   }
 
-  // Whether each of this thread's pages from `base` is forced.
-  __device__ void load_forced(int32_t base, bool (&found)[kItems]) const {
+  // 1 for each of this thread's pages from `base` that is forced. A bool would wait for its load.
+  __device__ void load_forced(int32_t base, uint32_t (&found)[kItems]) const {
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
       const int32_t page = page_of(base, j);
-      found[j] = forced != nullptr && page < count && forced[page * p.forced_page_stride];
+      found[j] = 0u;
+      if (forced != nullptr && page < count) found[j] = forced[page * p.forced_page_stride];
     }
   }
 
   // Ranks this thread's pages from `base` by their scores, and counts the first digits.
   __device__ void keep_ranks(int32_t base, const float (&found)[kItems],
-                             const bool (&first)[kItems]) {
+                             const uint32_t (&first)[kItems]) {
+    uint32_t rank[kItems];
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) rank[j] = first[j] != 0 ? kForcedRank : rank_of(found[j]);
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
       const int32_t page = page_of(base, j);
-      if (page >= count) continue;
-      const uint32_t rank = first[j] ? kForcedRank : rank_of(found[j]);
-      if (keeps_ranks()) ranks[page] = rank;
-      shared.count(0, rank >> (kRankBits - kDigitBits));
+      if (page < count) {
+        if (keeps_ranks()) ranks[page] = rank[j];
+        shared.count(0, rank[j] >> (kRankBits - kDigitBits));
+      }
     }
   }
 
@@ -255,7 +259,7 @@ struct RankedPages {
       for (int i = 0; i < kRows; ++i) {
         const int32_t own = base + i * tile_size();
         if (own >= count) break;
-        bool forced_ones[kItems];
+        uint32_t forced_ones[kItems];
         load_forced(own, forced_ones);
         keep_ranks(own, found[i], forced_ones);
       }
@@ -267,16 +271,17 @@ struct RankedPages {
     // The scores of few pages stay in registers.
     const bool stay = p.voters <= kRows && count <= tile_size();
     float found[kRows][kItems];
-    bool forced_ones[kItems];
+    uint32_t forced_ones[kItems];
+    if (stay) load_forced(first_base(), forced_ones);
     for (int32_t head = 0, turn = 0; head < p.voters; head += kVoters, turn ^= 1) {
-      const int32_t heads = min(kVoters, p.voters - head);
+      // Heads beyond the last one have no share.
+      const int32_t heads = min(kVoters, p.voters - head + kRows - 1) / kRows * kRows;
       for (int32_t h = 0; h < heads; h += kRows) {
         Mass masses[kRows];
         const int32_t own = head + h + lane_id();
         float beside = -INFINITY;  // It is used when the scores are there too.
         if (has_rest() && own < p.voters) beside = rest[own * p.rest_head_stride];
         for (int32_t base = first_base(); base < count; base += tile_size()) {
-          if (stay) load_forced(base, forced_ones);
           load_heads(head + h, base, found);
           make_finite(found);
 #pragma unroll
@@ -286,7 +291,7 @@ struct RankedPages {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           masses[i].add_lanes();
-          if (lane_id() == 0 && h + i < heads) shared.masses[turn][h + i][warp_id()] = masses[i];
+          if (lane_id() == 0) shared.masses[turn][h + i][warp_id()] = masses[i];
         }
       }
       cluster_sync();  // Each warp's part of each head's mass is there.
@@ -308,7 +313,6 @@ struct RankedPages {
           }
 #pragma unroll
           for (int i = 0; i < kRows; ++i) {
-            if (h + i >= heads) break;
             const Shares shares = shared.shares[h + i];
 #pragma unroll
             for (int j = 0; j < kItems; ++j) {
@@ -316,7 +320,7 @@ struct RankedPages {
             }
           }
         }
-        if (head + heads == p.voters) {
+        if (head + heads >= p.voters) {
           if (!stay) load_forced(base, forced_ones);
           keep_ranks(base, sum, forced_ones);
           continue;

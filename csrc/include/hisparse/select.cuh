@@ -82,12 +82,15 @@ struct SelectRow : RankedPages<Score, kInShared> {
   // Counts the digit behind those of the cut, of the pages that share them.
   __device__ void count_next_digit(int turn, const Cut& cut, int bits) {
     for (int32_t base = first_base(); base < count; base += tile_size()) {
+      uint32_t rank[kItems];
 #pragma unroll
       for (int j = 0; j < kItems; ++j) {
-        const int32_t page = page_of(base, j);
-        const uint32_t rank = page < count ? rank_at(page) : 0u;
-        if (page < count && rank >> cut.shift == cut.least) {
-          shared.count(turn, rank >> (cut.shift - bits) & ((1u << bits) - 1u));
+        rank[j] = page_of(base, j) < count ? rank_at(page_of(base, j)) : 0u;
+      }
+#pragma unroll
+      for (int j = 0; j < kItems; ++j) {
+        if (page_of(base, j) < count && rank[j] >> cut.shift == cut.least) {
+          shared.count(turn, rank[j] >> (cut.shift - bits) & ((1u << bits) - 1u));
         }
       }
     }
@@ -156,7 +159,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }
   } else {
     // Where fewer heads score than select, some share their scores.
-    const int32_t first_head = head * p.voters / p.sharers;
+    const int32_t first_head = p.sharers > 1 ? head / p.sharers : head * p.voters;
     const int32_t each = pages_of_block(count, p.log_blocks), first = min(block * each, count);
     is_last = first < count && first + each >= count;
     uint32_t* ranks = p.scratch;
