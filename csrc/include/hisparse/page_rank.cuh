@@ -268,8 +268,8 @@ struct RankedPages {
 
   // Ranks the pages by the sum of their shares.
   __device__ void rank_together() {
-    // The scores of few pages stay in registers.
-    const bool stay = p.voters <= kRows && count <= tile_size();
+    // Scores stay in registers where this warp has no pages in a second tile.
+    const bool stay = p.voters <= kRows && count <= first_base() + tile_size();
     float found[kRows][kItems];
     uint32_t forced_ones[kItems];
     if (stay) load_forced(first_base(), forced_ones);
@@ -373,7 +373,8 @@ struct RankedPages {
       }
     }
     mass.add_lanes();
-    if (lane_id() == 0) out = {mass.top, 1.0f / (mass.total > 0.0f ? mass.total : 1.0f)};
+    // The total is 0, or 1 and more.
+    if (lane_id() == 0) out = {mass.top, power_of_two(-log_of_two(fmaxf(mass.total, 0.5f)))};
   }
 };
 
