@@ -6,6 +6,7 @@ that the times are compared with.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -68,8 +69,9 @@ def test_the_plan_reads_what_the_bounds_say() -> None:
 def run_all(each: Recorded) -> None:
     """Run every block of a launch."""
     machine = Machine(each.code.program(), each.launch, each.memory)
-    for number in range(0, each.launch.grid[0], each.launch.cluster):
-        machine.run((number, 0, 0))
+    blocks, rows, _ = each.launch.grid
+    for number, row in itertools.product(range(0, blocks, each.launch.cluster), range(rows)):
+        machine.run((number, row, 0))
 
 
 def test_machine_code_selects_as_the_reference_does() -> None:
