@@ -103,13 +103,13 @@ struct SelectParams {
   int64_t request_stride, head_stride, page_stride;  // of the scores, in elements
   int64_t forced_request_stride, forced_page_stride, rest_request_stride, rest_head_stride;
   int32_t out_heads, width, max_pages;
-  int32_t voters, sharers;  // heads of the scores for one of the selection, or the reverse; 1 is one
+  int32_t voters, sharers;  // heads that share a selection; selections that share a head
   int32_t log_blocks;       // of the blocks of a cluster
   bool drop_last;
 };
 
 constexpr int kRankBits = 32;
-// A digit has two halves: a warp finds one of so many with one lane each.
+// A digit has two halves, each with as many values as a warp has lanes.
 constexpr int kHalfBits = 5;
 constexpr int kDigitBits = 2 * kHalfBits;
 constexpr int kDigits = 1 << kDigitBits;
@@ -341,7 +341,7 @@ struct RankedPages {
     load(scores + head * p.head_stride, p.head_stride, base, ends, found);
   }
 
-  // Some lanes of the cluster have the heads' rest, each that of one head.
+  // The first warp of the cluster has the heads' rest: lane i that of head i of those that are read.
   __device__ bool has_rest() const { return rest != nullptr && block == 0 && warp_id() == 0; }
   __device__ void add_rest(float beside, Mass (&masses)[kRows]) {
     invalid |= is_invalid(beside);
