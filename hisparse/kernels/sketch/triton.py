@@ -159,8 +159,9 @@ def _sketch_kernel(
         tl.store(masks + block, mask.to(tl.uint8), mask=block < const.blocks)
         tl.store(masks + const.blocks + place, scale_code.to(tl.uint8), mask=chosen)
         number = out + const.channels_at + place * const.channel_width
-        for byte in tl.static_range(const.channel_width):
-            tl.store(number + byte, (dim >> (8 * byte)).to(tl.uint8), mask=chosen)
+        tl.store(number, (dim & 255).to(tl.uint8), mask=chosen)
+        if const.channel_width == 2:
+            tl.store(number + 1, (dim >> 8).to(tl.uint8), mask=chosen)
         place = out + const.dim + place * const.code_bytes
         _store_codes((source, stride_token), place, chosen, base, _scale_of(scale_code), const)
     else:
