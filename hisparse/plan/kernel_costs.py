@@ -16,7 +16,7 @@ from typing import Any
 #: Operations whose work grows with the context.
 OF_CONTEXT = frozenset(["sketch_score", "page_score", "select"])
 #: Tokens of a page for which times were computed, and a width whose sketches have no known layout.
-_PAGE_SIZE, _ANY_LAYOUT = 16, 96
+_PAGE_SIZE, _ANY_LAYOUT = 16, 80
 
 
 def instructions_us(

@@ -52,7 +52,7 @@ def test_dense_attention_of_the_review(batch: int, dense_us: float) -> None:
 
 @pytest.mark.parametrize("algorithm", ["sketch", "quest"])
 def test_attention_gains_with_the_batch_and_the_hits(algorithm: str) -> None:
-    """15% misses take 285 us of a layer at batch 8, for the link."""
+    """15% misses take 215 us of a layer at batch 8, for the link."""
 
     def ratio(*where: float) -> float:
         found = attention(*where, algorithm=algorithm)
@@ -61,7 +61,7 @@ def test_attention_gains_with_the_batch_and_the_hits(algorithm: str) -> None:
     assert 1 < ratio(1) < ratio(1, 0.95) < ratio(8, 0.95)
     assert ratio(8) < ratio(8, 0.95)
     missing = attention(8, 0.85).hisparse_ms - attention(8, 1.0).hisparse_ms
-    assert 1000 * missing / 32 == close(285)
+    assert 1000 * missing / 32 == close(215)
 
 
 def test_weights_are_read_once_dense_or_not() -> None:
@@ -116,7 +116,7 @@ def test_misses_beyond_the_device_buffer_only() -> None:
 
 def test_dense_layers_are_read_over_the_link() -> None:
     few, many = (attention(1, dense_layers=tuple(range(n))) for n in (1, 2))
-    assert 1000 * (many.hisparse_ms - few.hisparse_ms) == close(LONG * 4096 / 35.2e3)
+    assert 1000 * (many.hisparse_ms - few.hisparse_ms) == close(LONG * 4096 / 46.8e3)
 
 
 def test_layers_that_reuse_a_selection_have_no_scores() -> None:
@@ -162,7 +162,8 @@ def test_a_faster_gpu_or_link_takes_less_time(gpu: str) -> None:
     found, better = GPUS[gpu], Hardware(*(2 * rate for rate in GPUS[gpu]))
     slow, fast = (attention(8, hardware=hardware) for hardware in (found, better))
     assert fast.dense_ms < slow.dense_ms
-    assert slow.hisparse_ms / 2 < fast.hisparse_ms < slow.hisparse_ms
+    # On a GB200 all kernels take the times of their instructions.
+    assert slow.hisparse_ms / 2 < fast.hisparse_ms <= slow.hisparse_ms
 
 
 def test_the_page_about_sizing_has_these_estimates() -> None:
@@ -188,8 +189,8 @@ def test_the_page_about_sizing_has_these_estimates() -> None:
 
 def test_sketches_of_another_layout_take_the_kernel_for_any() -> None:
     """Not the time of the nearest width that has a kernel of its own."""
-    known, other = (instructions_us("sketch_score", width, 8191, 1) for width in (64, 80))
+    known, other = (instructions_us("sketch_score", width, 8191, 1) for width in (64, 112))
     assert other > 5 * known
-    assert instructions_us("sketch_score", 96, 8191, 1, 32) == pytest.approx(
-        2 * instructions_us("sketch_score", 96, 8191, 1)
+    assert instructions_us("sketch_score", 80, 8191, 1, 32) == pytest.approx(
+        2 * instructions_us("sketch_score", 80, 8191, 1)
     )

@@ -67,7 +67,7 @@ def main() -> None:
                 print(f"{width:>3} {batch:2} {name:16}{described(each)}", flush=True)
         for name, one in every[BATCHES[0]].items():
             shapes = (few.get(name, one), one, every[BATCHES[-1]].get(name, one))
-            computed = [max(each.issue, each.wave) for each in shapes]
+            computed = [each.inside for each in shapes]
             # More work never takes less time, but a sample of blocks may.
             rising = [round(max(computed[: n + 1]), 2) for n in range(3)]
             costs["us"].setdefault(name, {})[width] = rising
@@ -77,9 +77,9 @@ def main() -> None:
 
 def described(each: Timed) -> str:
     """Its time, what bounds it, and what it takes of a multiprocessor."""
-    limits = "".join(f"{us:8.1f}" for us in (each.issue, each.wave, each.hbm, each.link))
+    limits = "issue, pipe, wave, inside, HBM, link" + "".join(f"{us:8.1f}" for us in each[5:11])
     taken = f"{each.registers} registers, {each.shared} bytes, {each.resident} blocks"
-    return f"{each.us:8.1f} us; issue, wave, HBM, link{limits}; {taken} of {each.threads} threads"
+    return f"{each.us:8.1f} us; {limits}; {taken} of {each.threads} threads"
 
 
 if __name__ == "__main__":

@@ -46,9 +46,11 @@ def _spec(q_heads: int, kv_heads: int, width: int, **more: Any) -> KVSpec:
     )  # fmt: skip
 
 
-#: By width of a key: heads of Llama-3.2-1B, Phi-3-mini, Llama-3.1-8B, Gemma-2-9B and DeepSeek-V3.
+#: By width of a key: heads of Llama-3.2-1B, Phi-2, Phi-3-mini, Llama-3.1-8B, Gemma-2-9B and
+#: DeepSeek-V3. No kernel knows the layout of Phi-2's sketches.
 SPECS = {
     64: _spec(32, 8, 64),
+    80: _spec(32, 32, 80),
     96: _spec(32, 32, 96),
     128: _spec(32, 8, 128),
     256: _spec(16, 8, 256),
@@ -118,7 +120,11 @@ class Step:
 
     def sketch_score(self) -> None:
         layout = build_algorithm(HiSparseConfig(algorithm="sketch")).layout(self.spec)
-        sketches = torch.zeros(4096, self.spec.num_kv_heads, layout.num_bytes, dtype=torch.uint8)
+        # Which channels of a page are detailed decides which banks of shared memory are read.
+        few = torch.zeros(64, self.spec.num_kv_heads, layout.num_bytes, dtype=torch.uint8)
+        keys = torch.randn(64, 16, *self.host_kv.k.shape[1::2], generator=self.generator)
+        page_sketch(keys.bfloat16(), few, torch.arange(64), layout, impl="reference")
+        sketches = few.repeat(64, 1, 1)
         tail = TailPages(StoredKV(*self.device_kv), self.tails, self.tail_lens)
         sketch_score(
             self.query, sketches, self.table, self.num_pages, layout, tail=tail, impl=RECORDED

@@ -204,7 +204,18 @@ def _redux(m: Machine, i: Instruction) -> None:
 
 
 def _r2ur(m: Machine, i: Instruction) -> None:
-    m.set(i.operands[0], m.u(i.operands[1]) & MASK)
+    """Of a warp's first thread. A predicate says which threads have another value."""
+    *others, to, source = i.operands
+    value = m.u(source) & MASK
+    m.set(to, value)
+    for other in others:
+        m.set_predicate(other, m.r[to.value, m.t] != value)
+
+
+def _elect(m: Machine, i: Instruction) -> None:
+    chosen = np.zeros(len(m.t), dtype=bool)
+    chosen[np.unique(m.t // 32, return_index=True)[1]] = True
+    m.set_predicate(i.operands[0], chosen)
 
 
 CONTROL = {
@@ -212,10 +223,11 @@ CONTROL = {
     "BSSY": _bssy, "BSYNC": _bsync, "BREAK": _break, "BAR": _bar, "B2R": _b2r,
     "UCGABAR_WAIT": _cluster_wait,
     **dict.fromkeys(
-        ("NOP", "WARPSYNC", "YIELD", "MEMBAR", "ERRBAR", "CCTL", "FENCE", "NANOSLEEP", "STSM",
+        ("NOP", "WARPSYNC", "YIELD", "MEMBAR", "ERRBAR", "CCTL", "FENCE", "NANOSLEEP",
          "WARPGROUP", "CGAERRBAR", "ENDCOLLECTIVE", "ACQBULK", "PREEXIT",
          "UCGABAR_ARV"), _nothing
     ),
     **dict.fromkeys(("S2R", "S2UR", "CS2R"), _s2r),
     **dict.fromkeys(("VOTE", "VOTEU"), _vote), "SHFL": _shfl, "REDUX": _redux, "R2UR": _r2ur,
+    "ELECT": _elect,
 }  # fmt: skip

@@ -48,7 +48,8 @@ _INTEGER = (
 )  # fmt: skip
 UNITS: Mapping[str, tuple[str, float]] = {
     **dict.fromkeys(_SIXTEEN, ("special", 8.0)),
-    **dict.fromkeys(_SHARED, ("memory", 4.0)),
+    # The pipe that the schedulers share takes a wavefront a cycle: `BlockRun.wavefronts`.
+    **dict.fromkeys(_SHARED, ("memory", 1.0)),
     **dict.fromkeys(_INTEGER, ("integer", 2.0)),
     "IMAD": ("multiply", 2.0),
     **dict.fromkeys(("FFMA", "FMUL", "FADD", "HFMA2", "HMUL2", "HADD2"), ("multiply", 1.0)),

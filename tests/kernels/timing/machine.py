@@ -20,6 +20,7 @@ from tests.kernels.timing.costs import (
     LATENCY_OF_ALL_OTHERS,
     MISS_LATENCY,
     issue_cycles,
+    unit_cycles,
 )
 
 Values = Any  # np.ndarray of uint64, one for each thread
@@ -66,11 +67,14 @@ class BlockRun:
     Attributes:
         issues: by instruction, how often a warp starts it.
         cycles: from its start to its end if it had the multiprocessor to itself.
+        wavefronts: cycles in which loads, stores and shuffles take the pipe to shared memory and
+            the first cache, which is one for the four schedulers.
         sectors: read from and written to device and host memory, 32 bytes each.
     """
 
     issues: Any
     cycles: float = 0.0
+    wavefronts: int = 0
     sectors: dict[tuple[bool, bool], set[int]] = field(default_factory=dict)
 
     def num_bytes(self, host: bool) -> int:
@@ -122,6 +126,8 @@ class Machine:
         self.time, self.ready = np.zeros(warps), np.zeros((420, warps))
         self.copies = np.zeros(warps)
         self.groups: list[list[float]] = [[] for _ in range(warps)]
+        # By place of a barrier in shared memory: when the bytes of each of its phases are there.
+        self.phases: dict[int, list[float]] = {}
         self.found = BlockRun(np.zeros(len(self.code), dtype=np.int64))
         for _ in range(_MOST_STEPS):
             at = int(self.pc.min())
@@ -138,7 +144,7 @@ class Machine:
         running = self.pc == at
         warps = running.reshape(-1, 32).any(1)
         self.found.issues[at] += warps.sum()
-        self.delay = None
+        self.delay, self.waves = None, 0
         self._issue(each, warps)
         threads = np.repeat(warps, 32) if each.uniform else running
         if each.guard != PT or each.unless:
@@ -149,6 +155,8 @@ class Machine:
         if len(t):
             self.t = t
             self.handlers[at](self, each)
+            if unit_cycles(each)[0] == "memory":
+                self.found.wavefronts += max(self.waves, len(np.unique(self.t // 32)))
         lasts = self.delay or LATENCY.get(each.name, LATENCY_OF_ALL_OTHERS)
         for register in each.writes:
             self.ready[register, warps] = self.time[warps] + lasts
@@ -282,9 +290,18 @@ class Machine:
         at = at.astype(np.int64)
         return (at >> 24 & 255) * _SHARED + (at & 0xFFFFFF)
 
+    def access_shared(self, at: Any, width: int) -> None:
+        """Count the wavefronts of an access; each but the first makes a warp wait longer."""
+        self.waves = wavefronts(self.t, at, width)
+        more = self.waves / len(np.unique(self.t // 32)) - 1
+        self.delay = LATENCY.get(self.code[self.at].name, LATENCY_OF_ALL_OTHERS) + more
+
     def touch(self, at: Values, width: int, stores: bool) -> list[tuple[Any, Any, Any]]:
         """The regions that ``at`` lies in: which threads, the region's bytes, where in them."""
         places = []
+        warps = self.t.astype(np.uint64) // np.uint64(32)
+        # Of the first cache, a line of 128 bytes a wavefront.
+        self.waves = len(np.unique(warps << np.uint64(48) | at // np.uint64(128)))
         which = np.searchsorted(self._starts, at, side="right") - 1
         for number in np.unique(which):
             here = which == number
@@ -296,15 +313,26 @@ class Machine:
                     f"block {self.block} touches memory at {int(at[here].max()):#x}, which is no "
                     "argument's"
                 )
-            sectors = np.unique(at[here] // np.uint64(32))
-            last = np.unique((at[here] + np.uint64(width - 1)) // np.uint64(32))
+            parts = np.minimum(np.arange(0, width + 31, 32), width - 1).astype(np.uint64)
+            sectors = np.unique((at[here][:, None] + parts) // np.uint64(32))
             found = self.found.sectors.setdefault((region.host, stores), set())
-            touched = {*sectors.tolist(), *last.tolist()}
+            touched = set(sectors.tolist())
             if not stores and not touched <= found:
                 self.delay = HOST_LATENCY if region.host else MISS_LATENCY
             found |= touched
             places.append((here, region.data, offset[:, None] + np.arange(width)))
         return places
+
+
+def wavefronts(threads: Any, at: Any, width: int) -> int:
+    """Of an access to shared memory, by half warps if a thread has 8 bytes, by quarters if 16: in
+    each, a bank of 4 bytes gives one word, to all who ask.
+    """
+    words = at[:, None] // 4 + np.arange(max(1, width // 4))
+    part = np.unique(threads * max(4, width) // 128, return_inverse=True)[1]
+    asked = np.unique(part[:, None] << 32 | words)
+    banks = np.bincount((asked >> 32) * 32 + asked % 32, minlength=32 * (part.max() + 1))
+    return int(banks.reshape(-1, 32).max(1).sum())
 
 
 def signed(value: Values) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
+
+import numpy as np
 
 from hisparse.plan.estimate import GPUS
 from tests.kernels.sass import blocks_per_sm
@@ -22,40 +24,34 @@ _INSTRUCTIONS = 200_000
 
 
 class Timed(NamedTuple):
-    """A launch, and the times that bound it, in us. The largest one is its time.
+    """A launch, the times that bound it, in us, and its own.
 
     Attributes:
-        kernel: its name in the source.
-        grid, threads: blocks, and threads of each.
+        threads: of a block.
         registers, spills: of a thread; the latter in bytes.
         shared: bytes of a block.
         resident: blocks that a multiprocessor holds at once.
-        waves: turns in which the fullest multiprocessor runs its blocks.
-        issue: in which schedulers start the instructions, or a unit takes them.
+        issue: in which schedulers start the instructions, or their busiest unit takes them.
+        pipe: in which loads, stores and shuffles pass the pipe that the schedulers share.
         wave: of the slowest block, alone; or of all blocks of a multiprocessor, as many at once as
             it holds.
+        inside: of a multiprocessor whose warps wait for each other in the last three.
         hbm, link: in which bytes of device memory and of host memory move.
-        instructions: that the warps of all blocks start.
+        us: the same where warps wait for these, too; without the gap before the next launch.
     """
 
-    kernel: str
-    grid: tuple[int, int, int]
     threads: int
     registers: int
     spills: int
     shared: int
     resident: int
-    waves: int
     issue: float
+    pipe: float
     wave: float
+    inside: float
     hbm: float
     link: float
-    instructions: int
-
-    @property
-    def us(self) -> float:
-        """The time, without the gap before the next launch."""
-        return max(self.issue, self.wave, self.hbm, self.link)
+    us: float
 
 
 def timed(recorded: Recorded) -> Timed:
@@ -75,24 +71,47 @@ def timed(recorded: Recorded) -> Timed:
     resident = blocks_per_sm(ARCH, code.registers, warps, shared)
     busiest = -(-clusters * each // _PROCESSORS)
     # Blocks share caches, so bytes of device memory are what the blocks ask for at most.
-    hbm = clusters * mean(lambda run: run.num_bytes(False))
-    link = clusters * mean(lambda run: run.num_bytes(True))
+    hbm = clusters * mean(lambda run: run.num_bytes(False)) / (1000 * _H100.hbm)
+    link = clusters * mean(lambda run: run.num_bytes(True)) / (1000 * _H100.read)
     slowest = max(run.cycles for run in runs.values())
+    us = busiest / (1000 * CLOCK)
+    units: dict[str, float] = defaultdict(float)
+    for block, share in shares.items():
+        for unit, cycles in _busy_cycles(machine, runs[block]).items():
+            units[unit] += us * share * cycles / (_SCHEDULERS * each)
+    pipe = us * mean(lambda run: run.wavefronts) / each
+    held = min(busiest, resident) * warps
+    wave = max(slowest / (1000 * CLOCK), us * mean(lambda run: run.cycles) / resident)
     return Timed(
-        kernel=launch.kernel,
-        grid=launch.grid,
         threads=launch.threads,
         registers=code.registers,
         spills=code.spills,
         shared=shared,
         resident=resident,
-        waves=-(-busiest // resident),
-        issue=busiest * mean(lambda run: _issue_cycles(machine, run)) / (1000 * CLOCK * each),
-        wave=max(slowest, busiest * mean(lambda run: run.cycles) / resident) / (1000 * CLOCK),
-        hbm=hbm / (1000 * _H100.hbm),
-        link=link / (1000 * _H100.read),
-        instructions=round(clusters * mean(lambda run: run.issues.sum())),
+        issue=max(units.values()),
+        pipe=pipe,
+        wave=wave,
+        inside=_together(wave, held, units, pipe),
+        hbm=hbm,
+        link=link,
+        us=_together(wave, held, units, pipe, hbm, link),
     )
+
+
+def _together(wave: float, warps: int, units: Mapping[str, float], *shared: float) -> float:
+    """The time of warps that queue for units of a scheduler, one of four, and for what all share.
+
+    A warp that comes to a queue finds what the others would leave there if it were not (mean value
+    analysis: Reiser and Lavenberg, 1980).
+    """
+    servers = np.array([_SCHEDULERS] * len(units) + [1] * len(shared))
+    taken, queues = np.array([*units.values(), *shared]) / warps, np.zeros(len(servers))
+    alone, total = max(0.0, wave - float(taken @ servers)), wave
+    for present in range(1, warps + 1):
+        spent = taken * (1 + queues)
+        total = alone + float(spent @ servers)
+        queues = present * spent / total
+    return total
 
 
 def _samples(grid: tuple[int, int, int], most: int) -> dict[tuple[int, int, int], float]:
@@ -115,12 +134,12 @@ def _samples(grid: tuple[int, int, int], most: int) -> dict[tuple[int, int, int]
     }
 
 
-def _issue_cycles(machine: Machine, run: BlockRun) -> float:
-    """Cycles in which each of four schedulers starts its share of a block's instructions."""
-    busy: Counter[str] = Counter()
+def _busy_cycles(machine: Machine, run: BlockRun) -> Mapping[str, float]:
+    """Cycles in which a block's instructions take each unit of the schedulers."""
+    busy: dict[str, float] = defaultdict(float)
     for each, count in zip(machine.code, run.issues.tolist(), strict=True):
         if count:
             unit, cycles = unit_cycles(each)
             busy[unit] += count * cycles
             busy["issue"] += count * (unit != "issue")
-    return max(busy.values()) / _SCHEDULERS
+    return busy

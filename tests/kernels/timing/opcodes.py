@@ -351,6 +351,6 @@ HANDLERS: Mapping[str, Handler] = {
     "HFMA2": _half2,
     **dict.fromkeys(("FADD", "FMUL", "FFMA", "FMNMX"), _float),
     **dict.fromkeys(
-        ("HMMA", "HGMMA", "IMMA", "HMUL2", "HADD2", "HMNMX2", "F2F", "F2FP", "LDSM", "HSET2"), _zero
+        ("HMMA", "HGMMA", "IMMA", "HMUL2", "HADD2", "HMNMX2", "F2F", "F2FP", "HSET2"), _zero
     ),
 }  # fmt: skip

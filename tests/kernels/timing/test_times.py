@@ -1,7 +1,7 @@
 """The time of each kernel of a decode layer on an H100, computed from its machine code.
 
-No GPU is needed, and none has run the kernels. ``python -m tests.kernels.timing`` writes the files
-that the times are compared with.
+No GPU is needed. ``python -m tests.kernels.timing`` writes the files that the times are compared
+with.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from hisparse.kernels import SelectRule, diff_tables, select
 from hisparse.kernels.build.cuda import find_nvcc
 from tests.kernels.timing.__main__ import BATCHES, BOUNDS, COSTS, times
 from tests.kernels.timing.calls import SPECS, Step
-from tests.kernels.timing.machine import Machine
+from tests.kernels.timing.machine import Machine, wavefronts
 from tests.kernels.timing.recorded import RECORDED, Recorded, recorded
 from tests.sizes import SWEEPS
 
@@ -64,6 +65,14 @@ def test_the_plan_reads_what_the_bounds_say() -> None:
             most = max(bounds[width][str(batch)].get(name, 0) for batch in BATCHES)
             assert many <= most * 1.01, f"{name}, {width}"
         assert set(widths) == set(bounds)
+
+
+@pytest.mark.parametrize(
+    ("stride", "width", "count"), [(0, 4, 1), (4, 4, 1), (8, 4, 2), (16, 16, 4), (128, 16, 32)]
+)
+def test_a_bank_gives_one_word_at_a_time(stride: int, width: int, count: int) -> None:
+    threads = np.arange(32)
+    assert wavefronts(threads, stride * threads, width) == count
 
 
 def run_all(each: Recorded) -> None:
