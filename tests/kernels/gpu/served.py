@@ -47,6 +47,9 @@ def flags_of(config: Mapping[str, Any] | None, device: str = "cuda") -> list[str
     """Flags of one server."""
     flags = ["--device", device, "--dtype", "bfloat16", "--load-format", "dummy"]
     flags += ["--skip-tokenizer-init", "--mem-fraction-static", "0.5", "--page-size", "16"]
+    # A short start: three graphs, where SGLang would capture 36, and 58 for prompts.
+    flags += ["--max-running-requests", "4", "--cuda-graph-max-bs-decode", "4"]
+    flags += ["--disable-prefill-cuda-graph", "--max-total-tokens", str(4 * CONTEXT)]
     if config is None:
         return flags
     settings = {"budget": BUDGET, "host_memory": "8GiB", "device_memory": "4GiB"} | dict(config)
