@@ -88,7 +88,7 @@ class HiSparseConfig:
         dense_layers: layers, counted from 0, that are always attended densely. None: no layer.
         reuse_layers: consecutive layers in a group. The first one selects for all of them.
         overlap: run transfers beside compute, on side streams. Tokens stay the same, bit for bit.
-            Not yet run on a GPU.
+            No gain has been measured yet.
         host_memory: host memory for the KV cache, per node. A fraction is of the free memory.
         device_memory: cap on device pages, representations, tables and staging. A fraction is of
             what the server profiles. None: all of that.
@@ -103,7 +103,7 @@ class HiSparseConfig:
         checked: verify scores, selections and resident bytes in every step. Slow, for tests and new
             algorithms.
         cuda_graph: capture SGLang's decode steps in CUDA graphs. "auto" captures them on a GPU with
-            CUDA kernels, unless ``checked`` is true. Not yet run on a GPU.
+            CUDA kernels, unless ``checked`` is true. Not yet served on a GPU.
         layer_metrics: count hits and misses of each layer too: six more small operations a layer.
         storage: keep prefixes in a store below host memory, where a restarted or another server
             finds them. Only in a server. The options are below. None: no store.

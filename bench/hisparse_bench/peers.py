@@ -40,8 +40,7 @@ def flashinfer_decode(
 ) -> Callable[[Tensor], Tensor]:
     """A function ``q [B, Hq, D] -> [B, Hq, D]`` over whole contexts; CUDA only.
 
-    It has not been run on a GPU yet: the benchmark compares its output with SDPA's and leaves it
-    out if they differ.
+    The benchmark compares its output with SDPA's and leaves it out if they differ.
 
     Args:
         pages: ``[B * P, page, Hkv, D]``, from :func:`as_pages`.

@@ -12,7 +12,7 @@ from hisparse.errors import ConfigError
 from hisparse.types import AttentionRule, KVSpec, SelectionScope
 
 #: Adapters by device type in order of preference, each with the reason for the choice. Libraries
-#: come after the project's kernels until they have run on a GPU (``make gpu-check``). The
+#: come after the project's kernels until their tests have passed on a GPU (``make gpu-check``). The
 #: configuration key ``adapter`` overrides the order.
 _ORDER: dict[str, dict[str, str]] = {
     "cuda": {

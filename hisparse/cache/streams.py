@@ -2,8 +2,7 @@
 
 Side work reads only data that exists when the work starts. No other work uses its results before it
 is joined. A machine without side streams runs the work at once, through the same calls. A CUDA
-graph can capture forks and joins if every fork is joined before the capture ends. The CUDA streams
-have not run on a GPU yet.
+graph can capture forks and joins if every fork is joined before the capture ends.
 """
 
 from __future__ import annotations

@@ -216,8 +216,7 @@ class DecodeBatch:
 class StaticBatch:
     """The inputs of the CUDA graphs of decode steps of all batch sizes.
 
-    This code has not run on a GPU yet: tests record the operations of a step on a CPU and replay
-    them. Rows after the requests are padding: one token in request slot 0 and host page 0, which no
+    Rows after the requests are padding: one token in request slot 0 and host page 0, which no
     request uses. :meth:`SizingRequest.captured_bytes` accounts for it.
 
     Args:
