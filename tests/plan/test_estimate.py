@@ -173,7 +173,7 @@ def measured_us(step: str, impl: str) -> float:
     steps = json.loads(MEASURED.read_text())["steps"]
     (found,) = (each["output"] for each in steps if each["step"] == f"bench decode {step}")
     (case,) = found["cases"]
-    return next(each["median_us"] for each in case["results"] if each["impl"] == impl)
+    return float(next(x["median_us"] for x in case["results"] if x["impl"] == impl))
 
 
 def test_the_page_about_sizing_has_these_estimates() -> None:
