@@ -50,7 +50,7 @@ void launch(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
   const int64_t most = on.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   int warps = kScoreWarps;
   const auto bytes = [&] { return int64_t{sizes.warps()} + int64_t{warps} * sizes.warp_bytes(); };
-  while (warps > 1 && bytes() > most) warps /= 2;
+  while (warps > 1 && bytes() > most) --warps;
   if (bytes() > most) {
     TVM_FFI_THROW(ValueError) << "sketches: got pages of " << p.layout.page_size << " tokens, whose "
                               << "sketches of " << p.layout.num_bytes() << " bytes take more than "
@@ -86,12 +86,16 @@ void launch_tiles(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
     }
   }
   // A query in float32 is a sum of two float16 numbers.
-  launch<AnyLayout, kTiles, 2>(on, grid, p);
+  if (p.query.type == NumberType::kFloat32) {
+    launch<AnyLayout, kTiles, 2>(on, grid, p);
+  } else {
+    launch<AnyLayout, kTiles, 1>(on, grid, p);
+  }
 }
 
 }  // namespace
 
-// After the scores come `lse`, [B, Hq] or None, the layout's three numbers and the softmax scale.
+// After the scores come `lse`, [B, Hq] or None, the layout's four numbers and the softmax scale.
 void sketch_score(Arguments& in) {
   // Each block loads its queries: it pays to score many pages, unless the device is left idle.
   constexpr int64_t kMostPages = 256, kLeastPages = kScoreWarps * kBatch;
@@ -105,6 +109,11 @@ void sketch_score(Arguments& in) {
   p.layout.dim = in.number<int32_t>();
   p.layout.page_size = in.number<int32_t>();
   p.layout.num_channels = in.number<int32_t>();
+  p.layout.numbered = in.number<int32_t>() != 0;
+  if (!p.layout.numbered) {
+    TVM_FFI_THROW(ValueError) << "layout: got sketches without the numbers of their channels, "
+                              << "which CPUs read, expected numbered ones";
+  }
   p.scale = in.number<float>();
   p.query = rows_of(query);
   p.query_request = query.stride(0);
@@ -114,11 +123,14 @@ void sketch_score(Arguments& in) {
   const bool tails = p.tail.keys.data != nullptr;
   if (requests * p.heads == 0 || (p.width == 0 && !tails)) return;
   p.sketches = data_of<const uint8_t>(sketches, "sketches");
-  p.sketch_page = sketches.stride(0);
-  p.sketch_head = sketches.stride(1);
+  // The stride of a single page or head says nothing.
+  p.sketch_page = sketches.size(0) > 1 ? sketches.stride(0) : 0;
+  p.sketch_head = p.kv_heads > 1 ? sketches.stride(1) : 0;
   if (alignment_bits(p) % kCopyBytes != 0) {
     TVM_FFI_THROW(ValueError) << "sketches: got strides of " << p.sketch_page << " and "
-                              << p.sketch_head << " bytes, expected multiples of " << kCopyBytes;
+                              << p.sketch_head << " bytes from address "
+                              << reinterpret_cast<uintptr_t>(p.sketches)
+                              << ", expected multiples of " << kCopyBytes;
   }
   p.num_host_pages = size32(sketches, 0);
   p.host_pages = data_of<const int32_t>(host_page_table, "host_page_table");

@@ -123,7 +123,8 @@ class RandomRequests:
         has_indexer = self.kv.index_head_dim > 0
         check_indexer("the random model of a benchmark", config, has_indexer=has_indexer)
         algorithm, scale = build_algorithm(config), self.kv.head_dim**-0.5
-        self.policy = make_policy(config, algorithm, self.kv, scale, choose_scope(config))
+        scope = choose_scope(config)
+        self.policy = make_policy(config, algorithm, self.kv, scale, scope, self.device.type)
         self.retrieve_topk = algorithm.retrieve_topk
         self._ranks_tail = algorithm.ranks_tail
 

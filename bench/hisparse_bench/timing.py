@@ -86,9 +86,11 @@ def kernel_times(candidate: Candidate, steps: Sequence[int]) -> dict[str, float]
             torch.cuda.synchronize()
         for event in profile.events():
             if event.device_type.name == "CUDA":
-                name = event.name.removeprefix("void ").partition("(")[0]
-                found[name].append(event.time_range.elapsed_us())
-    times = {name: median(x) * len(x) / len(steps) for name, x in found.items()}
+                found[event.name].append(event.time_range.elapsed_us())
+    times: defaultdict[str, float] = defaultdict(float)
+    for name, each in found.items():
+        short = name.removeprefix("void ").replace("(anonymous namespace)::", "").partition("(")[0]
+        times[short.strip()] += median(each) * len(each) / len(steps)
     return {n: round(us, 2) for n, us in sorted(times.items(), key=lambda x: -x[1]) if us >= 1}
 
 

@@ -173,7 +173,7 @@ void run(const PageSketchParams& p) {
 
 void page_sketch(Arguments& in) {
   const TensorView keys = in.tensor(), sketches = in.tensor(), host_pages = in.tensor();
-  const auto num_channels = in.number<int64_t>();
+  const auto num_channels = in.number<int64_t>(), numbered = in.number<int64_t>();
   require_unit_stride(keys, "keys");
   PageSketchParams p;
   const int64_t bytes = keys.dtype().bits / 8;
@@ -188,7 +188,7 @@ void page_sketch(Arguments& in) {
   p.num_host_pages = sketches.size(0);
   p.heads = static_cast<int32_t>(keys.size(2));
   p.layout = {static_cast<int32_t>(keys.size(3)), static_cast<int32_t>(keys.size(1)),
-              static_cast<int32_t>(num_channels)};
+              static_cast<int32_t>(num_channels), numbered != 0};
   require_sketches(sketches);
   for (int64_t i = 0; i < p.num_pages; ++i) {
     if (p.host_page(i) >= p.num_host_pages) {

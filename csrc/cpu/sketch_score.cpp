@@ -280,7 +280,7 @@ void sketch_score(Arguments& in) {
   in.skip(5);  // tail
   const TensorView scores = in.tensor();
   const auto dim = in.number<int64_t>(), page_size = in.number<int64_t>(),
-             num_channels = in.number<int64_t>();
+             num_channels = in.number<int64_t>(), numbered = in.number<int64_t>();
   SketchScoreParams p;
   p.query = data_of<const float>(query, "query");
   p.sketches = {static_cast<const uint8_t*>(sketches.data_ptr()), sketches.stride(0)};
@@ -293,16 +293,16 @@ void sketch_score(Arguments& in) {
   p.q_heads = static_cast<int32_t>(query.size(1));
   p.kv_heads = static_cast<int32_t>(sketches.size(1));
   p.layout = {static_cast<int32_t>(dim), static_cast<int32_t>(page_size),
-              static_cast<int32_t>(num_channels)};
+              static_cast<int32_t>(num_channels), numbered != 0};
   require_sketches(sketches);
   const Queries queries(p.query, p.batch * p.kv_heads, p.q_heads / p.kv_heads, p.layout.dim);
   const auto is = [&](const SketchLayout& l) {
     return p.layout.dim == l.dim && p.layout.page_size == l.page_size &&
-           p.layout.num_channels == l.num_channels;
+           p.layout.num_channels == l.num_channels && p.layout.numbered == l.numbered;
   };
   // The usual shapes take a third less time if they are known.
-  using Wide = KnownLayout<128, 16, 40>;
-  using Narrow = KnownLayout<64, 16, 20>;
+  using Wide = KnownLayout<128, 16, 40, false>;
+  using Narrow = KnownLayout<64, 16, 20, false>;
   const bool in_range = is(Wide::get())     ? score_all(p, Wide{}, queries)
                         : is(Narrow::get()) ? score_all(p, Narrow{}, queries)
                                             : score_all(p, AnyLayout{p.layout}, queries);

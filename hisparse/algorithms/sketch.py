@@ -57,15 +57,15 @@ class Sketch(BaseSparseAlgorithm):
         if not 0 <= self.detail <= 1:
             raise ValueError(f"detail: got {self.detail}, expected 0 to 1")
 
-    def layout(self, kv: KVSpec) -> SketchLayout:
-        """Layout of the sketch of one page and KV head."""
+    def layout(self, kv: KVSpec, device: str = "cuda") -> SketchLayout:
+        """Layout of the sketch of one page and KV head, for a type of device."""
         # A page of one token is its own mean.
         count = round(self.detail * kv.head_dim) if kv.page_size > 1 else 0
-        return SketchLayout(kv.head_dim, kv.page_size, count)
+        return SketchLayout(kv.head_dim, kv.page_size, count, device != "cpu")
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         heads, dim = policy.kv.num_kv_heads, policy.kv.head_dim
-        shape = (heads, self.layout(policy.kv).num_bytes)
+        shape = (heads, self.layout(policy.kv, policy.device).num_bytes)
         if not self.economy:
             return {_SKETCH: Representation(shape, torch.uint8)}
         return {
@@ -87,7 +87,7 @@ class Sketch(BaseSparseAlgorithm):
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
         sketches = step.representations[_SKETCH][layer_id]
-        layout = self.layout(step.policy.kv)
+        layout = self.layout(step.policy.kv, step.policy.device)
         page_sketch(keys, sketches, host_pages, layout)
         if self.economy:
             where = host_pages.long()
@@ -122,7 +122,8 @@ class Sketch(BaseSparseAlgorithm):
         step: DecodeStep,
     ) -> tuple[Tensor, Tensor | None]:
         """Scores of the pages in ``table``, and of the tail page if a selection needs it."""
-        policy, layout = step.policy, self.layout(step.policy.kv)
+        policy = step.policy
+        layout = self.layout(policy.kv, policy.device)
         # Heads that share a selection compare their pages with the tail page, always attended.
         if policy.heads == policy.kv.num_q_heads:
             alone = sketch_score(query, sketches, table, num_pages, layout, scale=policy.scale)

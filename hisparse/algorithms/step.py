@@ -39,6 +39,7 @@ class SelectionPolicy:
         num_recent_pages: last full pages that are always selected.
         scale: softmax scale: an attention logit is ``scale`` times q.k.
         logit_cap: cap on attention logits, see :class:`hisparse.types.AttentionRule`; 0: none.
+        device: type of the device that decodes, "cuda" or "cpu".
         invalid_scores: ``[1] int64``, where the engine counts selections with a score that is NaN
             or +inf; None outside of an engine.
     """
@@ -51,6 +52,7 @@ class SelectionPolicy:
     num_recent_pages: int
     scale: float
     logit_cap: float = 0.0
+    device: str = "cuda"
     invalid_scores: Tensor | None = field(default=None, compare=False, repr=False)
 
     @cached_property

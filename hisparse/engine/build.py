@@ -93,8 +93,9 @@ def make_policy(
     spec: KVSpec,
     scale: float,
     scope: SelectionScope,
+    device: str = "cuda",
 ) -> SelectionPolicy:
-    """The rules of selections that follow from settings, algorithm and model."""
+    """The rules of selections that follow from settings, algorithm, model and type of device."""
     size = spec.page_size
     longest = row_tokens(config, spec) if algorithm.variable_lengths else config.budget
     return SelectionPolicy(
@@ -106,6 +107,7 @@ def make_policy(
         num_recent_pages=config.num_recent_pages,
         scale=scale,
         logit_cap=spec.logit_cap,
+        device=device,
     )
 
 
@@ -156,7 +158,7 @@ def resolve(
     check_capabilities(config, resources.device_type)
     scope = choose_scope(config, format_of(spec))
     algorithm = build_algorithm(config)
-    policy = make_policy(config, algorithm, spec, scale, scope)
+    policy = make_policy(config, algorithm, spec, scale, scope, resources.device_type)
     captured = resources.captures and config.not_captured(resources.device_type) is None
     resolved = resolve_settings(config, spec, scope, layers, captured=captured)
     adapter = choose_adapter(

@@ -162,7 +162,9 @@ class Simulator:
             layer_metrics=self.layer_metrics,
             extensions=self.extensions,
         )
-        self.policy = make_policy(self.config, self.algorithm, self.spec, self.scale, self.scope)
+        self.policy = make_policy(
+            self.config, self.algorithm, self.spec, self.scale, self.scope, "cpu"
+        )
         self.resolved = resolve_settings(self.config, self.spec, self.scope)
         self.coordinator = build(
             self.resolved,

@@ -74,7 +74,8 @@ def build_store(
     num_pages = -(-max(tokens, row_tokens(config, spec)) // spec.page_size)
     needed = (num_pages + 1) * spec.page_size
     scope = choose_scope(config, format_of(spec))
-    kept = kept_tensors(config, algorithm, make_policy(config, algorithm, spec, scale, scope))
+    policy = make_policy(config, algorithm, spec, scale, scope, device.type)
+    kept = kept_tensors(config, algorithm, policy)
     needed *= format_of(spec).token_bytes + host_token_bytes(kept, spec)
     host_bytes, device_bytes = _memory(config, needed, device)
     setup = resolve(

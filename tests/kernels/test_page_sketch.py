@@ -17,6 +17,7 @@ from tests.kernels.conftest import check_unwritten
 from tests.kernels.gpu.on_gpu import ON_GPU
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 SHAPES = {
     "usual": (16, 2, 64, 20),
     "wide": (16, 1, 128, 40),
@@ -34,10 +35,12 @@ def some_keys(pages: int, size: int, heads: int, dim: int, dtype: torch.dtype) -
     return fused.to(dtype)[..., :dim].unflatten(0, (pages, size))
 
 
-def sketched(keys: Tensor, channels: int, impl: str) -> tuple[Tensor, SketchLayout]:
+def sketched(
+    keys: Tensor, channels: int, impl: str, *, numbered: bool = True
+) -> tuple[Tensor, SketchLayout]:
     """Sketches of ``keys [P, S, Hkv, D]``, in order."""
     pages, size, heads, dim = keys.shape
-    layout = SketchLayout(dim, size, channels)
+    layout = SketchLayout(dim, size, channels, numbered)
     sketches = torch.zeros(pages + 1, heads, layout.num_bytes, dtype=torch.uint8)
     # A GPU leaves out page 0, which is padding.
     page_sketch(keys, sketches, torch.arange(1, pages + 1), layout, impl=impl)
@@ -48,11 +51,12 @@ def sketched(keys: Tensor, channels: int, impl: str) -> tuple[Tensor, SketchLayo
     ("shape", "dtype"),
     [*((shape, "fp32") for shape in SHAPES), ("usual", "bf16"), ("odd", "fp16")],
 )
-def test_bytes_are_the_references(impl: str, shape: str, dtype: str) -> None:
+@pytest.mark.parametrize("numbered", [True, False], ids=["numbered", "bits"])
+def test_bytes_are_the_references(impl: str, shape: str, dtype: str, numbered: bool) -> None:
     torch.manual_seed(0)
     size, heads, dim, channels = SHAPES[shape]
     keys = some_keys(6, size, heads, dim, DTYPES[dtype])
-    layout = SketchLayout(dim, size, channels)
+    layout = SketchLayout(dim, size, channels, numbered)
     got, expected = (torch.full((9, heads, layout.num_bytes), 99).byte() for _ in range(2))
     where = 1 + torch.randperm(8)[:6].int()
     where[::4] = -1
@@ -92,8 +96,10 @@ def test_what_a_sketch_stands_for(impl: str, shape: str) -> None:
         (3, 6, 3, 21, 7, 5, 9),
         (2, 2, 2, 24, 1, 0, 1),
         (2, 8, 1, 128, 40, 40, 19),
-        # On CUDA, more pages than the blocks of a request score at least.
+        # On fibers, which have few multiprocessors, warps score several batches.
         (1, 8, 8, 8, 4, 2, 300),
+        # On a GPU they do with so many pages: each warp fills its stages again and again.
+        pytest.param(4, 8, 8, 64, 16, 20, 4096, marks=NEEDS_GPU),
     ],
 )
 def test_scores_are_the_log_of_summed_weights(
@@ -108,7 +114,7 @@ def test_scores_are_the_log_of_summed_weights(
 ) -> None:
     torch.manual_seed(2)
     keys = some_keys(350, size, kv_heads, dim, torch.float32)
-    sketches, layout = sketched(keys, channels, "reference")
+    sketches, layout = sketched(keys, channels, "reference", numbered=impl != "cpu")
     query = torch.randn(batch, q_heads, dim) / dim**0.5
     # The table is a part of a wider one, as the coordinator hands it over.
     table = torch.randint(350, (batch, pages + 3), dtype=torch.int32)[:, :pages]
@@ -161,7 +167,7 @@ def test_rounding_is_small_beside_the_error_of_a_sketch(impl: str) -> None:
     """Pages are ranked by scores, so these need only be as good as the sketches are."""
     torch.manual_seed(5)
     keys = some_keys(400, 16, 1, 128, torch.float32)
-    sketches, layout = sketched(keys, 40, "reference")
+    sketches, layout = sketched(keys, 40, "reference", numbered=impl != "cpu")
     query = torch.randn(1, 4, 128) / 128**0.5
     pages = torch.arange(400, dtype=torch.int32)[None]
     scores = sketch_score(query, sketches, pages, torch.tensor([400]).int(), layout, impl=impl)
@@ -220,3 +226,11 @@ def test_a_page_beyond_the_sketches_is_refused_or_left_out(impl: str) -> None:
     else:
         store(impl=impl)
     assert not sketches.any()
+
+
+def test_cuda_refuses_sketches_without_numbers(fibers: str) -> None:
+    keys = torch.randn(3, 16, 1, 64)
+    sketches, layout = sketched(keys, 20, "reference", numbered=False)
+    table, num_pages = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(KernelError, match="without the numbers of their channels.*expected numb"):
+        sketch_score(torch.randn(1, 1, 64), sketches, table, num_pages, layout, impl=fibers)

@@ -106,7 +106,7 @@ def test_sketch_scores_are_those_of_the_scaled_query(
     impl: str, dtype: str, size: int, dim: int, channels: int, q_heads: int
 ) -> None:
     torch.manual_seed(1)
-    layout = SketchLayout(dim, size, channels)
+    layout = SketchLayout(dim, size, channels, impl != "cpu")
     keys = torch.randn(50, size, 2, dim) + 3 * torch.randn(2, dim)
     sketches = torch.zeros(50, 2, layout.num_bytes, dtype=torch.uint8)
     page_sketch(keys, sketches, torch.arange(50), layout, impl="reference")

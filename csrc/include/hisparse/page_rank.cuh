@@ -48,7 +48,7 @@ __device__ inline float score_of(uint32_t rank) {
   return __uint_as_float(rank & 0x80000000u ? rank & 0x7fffffffu : ~rank);
 }
 
-// To about 2^-20.
+// To about 2^-20 near 0, 2^-17 at -80; 0 below 2^-126.
 __device__ inline float exp_of(float x) { return power_of_two(x * 1.44269504f); }
 
 // The sum of exp(score - top) over some scores of a head; `top` is the largest of them that is finite.

@@ -186,6 +186,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
           lane_id() < step.blocks() && of_block(shared.invalid, lane_id()) != 0;
       if (__any_sync(kAllLanes, invalid) && lane_id() == 0) atomicAdd(p.invalid_scores, 1ull);
     }
+    // What was read of other blocks has been used: an arrival orders no read after it.
     cluster_arrive();
     if (p.max_pages > 0) length = step.write(cut, first, left_out, pages);
     cluster_wait();  // No block reads the shared memory of another one any more.

@@ -14,10 +14,11 @@ namespace hisparse {
 constexpr int32_t kBlock = 8;              // channels whose base values share a scale
 constexpr int32_t kScaleOffset = 107 << 3;
 constexpr int32_t kMostScale = 247;        // the code of 1,920; see sketch/op.py
-constexpr int32_t kCopyBytes = 16;         // a sketch is a multiple of what GPUs copy at a time
+constexpr int32_t kCopyBytes = 16;         // GPUs copy multiples of it
 
 struct SketchLayout {
   int32_t dim, page_size, num_channels;
+  bool numbered;  // whether the detailed channels' numbers follow, for GPUs
 
   HISPARSE_ANYWHERE constexpr int32_t blocks() const { return (dim + kBlock - 1) / kBlock; }
   HISPARSE_ANYWHERE constexpr int32_t code_bytes() const { return (page_size + 3) / 4; }
@@ -26,24 +27,27 @@ struct SketchLayout {
   }
   HISPARSE_ANYWHERE constexpr int32_t mask() const { return block_scales() + blocks(); }
   HISPARSE_ANYWHERE constexpr int32_t channel_scales() const { return mask() + blocks(); }
-  HISPARSE_ANYWHERE constexpr int32_t channel_width() const { return dim <= 256 ? 1 : 2; }
+  HISPARSE_ANYWHERE constexpr int32_t channel_width() const {
+    return !numbered ? 0 : dim <= 256 ? 1 : 2;
+  }
   HISPARSE_ANYWHERE constexpr int32_t channels() const {
-    return (channel_scales() + num_channels + channel_width() - 1) / channel_width() *
-           channel_width();
+    const int32_t end = channel_scales() + num_channels;
+    return channel_width() == 2 ? (end + 1) / 2 * 2 : end;
   }
   HISPARSE_ANYWHERE constexpr int32_t num_bytes() const {
-    return (channels() + num_channels * channel_width() + kCopyBytes - 1) / kCopyBytes * kCopyBytes;
+    const int32_t unit = numbered ? kCopyBytes : 4;
+    return (channels() + num_channels * channel_width() + unit - 1) / unit * unit;
   }
 };
 
 // A layout that is known when a kernel is compiled, or only when it runs.
-template <int32_t D, int32_t S, int32_t N>
+template <int32_t D, int32_t S, int32_t N, bool kNumbered = true>
 struct KnownLayout {
   static constexpr int32_t kChannels = N;
 
   constexpr KnownLayout() = default;
   HISPARSE_ANYWHERE constexpr explicit KnownLayout(const SketchLayout&) {}
-  HISPARSE_ANYWHERE static constexpr SketchLayout get() { return {D, S, N}; }
+  HISPARSE_ANYWHERE static constexpr SketchLayout get() { return {D, S, N, kNumbered}; }
 };
 struct AnyLayout {
   static constexpr int32_t kChannels = 1 << 30;  // unknown

@@ -96,7 +96,7 @@ struct SketchScorer {
     }
   }
 
-  // Channel i of a page's detailed ones lies in the order at i. Of each 32 that are there, lane t
+  // The detailed channels of a page are in slots. Of each 32 that are there, lane t
   // has channels 8t to 8t + 7, so that it reads words; of the rest 2t and 2t + 1 of each 8.
   __device__ int32_t whole_slots() const {
     return aligned() ? layout().num_channels / 32 * 32 : 0;

@@ -167,19 +167,21 @@ __global__ void __launch_bounds__(kTransferThreads)
   wait_for_earlier_launches();
   const int32_t warps = static_cast<int32_t>(gridDim.x) * (num_threads() / kWarp);
   const int32_t warp = static_cast<int32_t>(blockIdx.x) * (num_threads() / kWarp) + warp_id();
-  // What is missing stands first in the entries of each row. So each lane's turn begins with another
-  // warp: else a few warps would have the front of all rows, and move one chunk after the other.
-  const int32_t own_turn = (warp + lane_id() * (warps / 16 | 1)) % warps;
+  // What is missing stands first in the entries of each row. So each turn begins with another warp:
+  // else a few warps would have the front of all rows, and move one chunk after the other.
+  const int32_t turn = warps / 16 | 1;
+  int32_t own = (warp + lane_id() * turn) % warps;
   for (int64_t first = 0; first < p.num_items; first += int64_t{warps} * kWarp) {
-    const int64_t item = first + lane_id() * warps + own_turn;
-    const ChunkMove own = item < p.num_items ? p.move(item) : ChunkMove{nullptr, nullptr, 0, 0};
-    unsigned left = __ballot_sync(kAllLanes, own.src != nullptr);
+    const int64_t item = first + lane_id() * warps + own;
+    own = (own + kWarp * turn) % warps;
+    const ChunkMove found = item < p.num_items ? p.move(item) : ChunkMove{nullptr, nullptr, 0, 0};
+    unsigned left = __ballot_sync(kAllLanes, found.src != nullptr);
     for (; left != 0; left &= left - 1) {
       const int owner = __ffs(static_cast<int>(left)) - 1;
-      const char* src = reinterpret_cast<const char*>(from_lane(own.src, owner));
-      char* dst = reinterpret_cast<char*>(from_lane(own.dst, owner));
-      const int32_t shape = __shfl_sync(kAllLanes, own.shape, owner);
-      const int32_t chunk = __shfl_sync(kAllLanes, own.chunk, owner);
+      const char* src = reinterpret_cast<const char*>(from_lane(found.src, owner));
+      char* dst = reinterpret_cast<char*>(from_lane(found.dst, owner));
+      const int32_t shape = __shfl_sync(kAllLanes, found.shape, owner);
+      const int32_t chunk = __shfl_sync(kAllLanes, found.chunk, owner);
       copy_chunk<Unit>(p.shape[shape], src, dst, chunk);
     }
   }

@@ -28,5 +28,5 @@ def sketch_score(
     kv = (None, None) if tail is None else (tail.kv.k, tail.kv.scales)
     tails = (None, None) if tail is None else (tail.pages, tail.lens)
     given = (query, sketches, host_page_table, num_pages, *kv, *tails)
-    call_cuda("sketch_score", *SKETCH_SCORE.native(given), scores, lse, *layout, scale)
+    call_cuda("sketch_score", *SKETCH_SCORE.native(given), scores, lse, *map(int, layout), scale)
     return scores, lse

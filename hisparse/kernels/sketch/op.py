@@ -45,20 +45,23 @@ class SketchLayout(NamedTuple):
     - ``block scales [ceil(D / 8)] uint8``;
     - ``mask [ceil(D / 8)] uint8``: a bit for each channel, set for the detailed ones;
     - ``channel scales [N] uint8``;
-    - ``channels [N]``: the numbers of the detailed channels, ascending, so that GPUs need not count
-      bits: uint8 up to a width of 256, else uint16 at an even offset.
+    - if ``numbered``, ``channels [N]``: the numbers of the detailed channels, ascending, so that
+      GPUs need not count bits: uint8 up to a width of 256, else uint16 at an even offset.
 
-    Zeros follow, up to a multiple of the 16 bytes that GPUs copy at a time.
+    Zeros follow, up to a multiple of 4 bytes, or of the 16 that GPUs copy at a time.
 
     Attributes:
         dim: D, width of a key.
         page_size: S, tokens.
         num_channels: N, channels with codes, the detailed ones.
+        numbered: whether the numbers are there; CUDA's scores need them, and CPUs read fewer bytes
+            without.
     """
 
     dim: int
     page_size: int
     num_channels: int
+    numbered: bool = True
 
     @property
     def blocks(self) -> int:
@@ -87,19 +90,23 @@ class SketchLayout(NamedTuple):
 
     @property
     def channel_width(self) -> int:
-        """Bytes of a channel's number."""
-        return 1 if self.dim <= 256 else 2
+        """Bytes of a channel's number; 0: there are none."""
+        return 0 if not self.numbered else 1 if self.dim <= 256 else 2
 
     @property
     def channels(self) -> int:
         """Offset of the channels' numbers."""
-        end, width = self.channel_scales + self.num_channels, self.channel_width
-        return -(-end // width) * width
+        end = self.channel_scales + self.num_channels
+        return end + end % 2 if self.channel_width == 2 else end
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a sketch, a multiple of 16."""
-        return -(-(self.channels + self.num_channels * self.channel_width) // 16) * 16
+        """Bytes of a sketch."""
+        end, unit = (
+            self.channels + self.num_channels * self.channel_width,
+            16 if self.numbered else 4,
+        )
+        return -(-end // unit) * unit
 
 
 def outline_bytes(dim: int) -> int:
@@ -167,7 +174,7 @@ def _score_on_cpu(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
     """Pages here, tail pages by attention."""
     *tensors, tail, layout, scale = more
     query = scaled_query(query, scale)
-    scores = call(query, *tensors, None, None, None, None, None, *layout)
+    scores = call(query, *tensors, None, None, None, None, None, *map(int, layout))
     return scores, None if tail is None else tail_lse(query, tail, PAGED_ATTENTION.function("cpu"))
 
 
@@ -179,7 +186,7 @@ PAGE_SKETCH = Operation(
     Arg("host_pages", (_I32, torch.int64), "N"),
     values=("D", "S", "bytes"),
     cpu=lambda call, keys, sketches, host_pages, layout: call(
-        keys, sketches, host_pages, layout.num_channels
+        keys, sketches, host_pages, layout.num_channels, int(layout.numbered)
     ),
 )
 SKETCH_SCORE = Operation(

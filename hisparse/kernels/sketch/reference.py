@@ -133,7 +133,7 @@ def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:
     parts += [x.to(torch.uint8) for x in (packed, block_codes, mask, codes.gather(-1, order))]
     sketch = torch.cat(parts, -1)
     sketch = torch.nn.functional.pad(sketch, (0, layout.num_bytes - sketch.shape[-1]))
-    # The low byte of a number comes first.
+    # The low byte of a number comes first; there may be none.
     channels = torch.stack([order & 255, order >> 8], -1)[..., : layout.channel_width].flatten(-2)
     sketch[..., layout.channels : layout.channels + channels.shape[-1]] = channels.to(torch.uint8)
     return sketch

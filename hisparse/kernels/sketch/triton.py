@@ -28,7 +28,7 @@ class _SketchConstants(NamedTuple):
         blocks: bytes of the block scales, and of the mask.
         code_bytes: bytes of one channel's codes.
         channels_at: offset of the numbers of the detailed channels.
-        channel_width: bytes of such a number.
+        channel_width: bytes of such a number, 0 if there are none.
         num_bytes: of a sketch.
     """
 
@@ -159,7 +159,8 @@ def _sketch_kernel(
         tl.store(masks + block, mask.to(tl.uint8), mask=block < const.blocks)
         tl.store(masks + const.blocks + place, scale_code.to(tl.uint8), mask=chosen)
         number = out + const.channels_at + place * const.channel_width
-        tl.store(number, (dim & 255).to(tl.uint8), mask=chosen)
+        if const.channel_width > 0:
+            tl.store(number, (dim & 255).to(tl.uint8), mask=chosen)
         if const.channel_width == 2:
             tl.store(number + 1, (dim >> 8).to(tl.uint8), mask=chosen)
         place = out + const.dim + place * const.code_bytes

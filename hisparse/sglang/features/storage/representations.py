@@ -25,7 +25,7 @@ from hisparse.storage.fingerprint import is_built_in
 logger = logging.getLogger("hisparse")
 
 #: Counted up when the order of bytes changes, or what an algorithm's entries mean.
-_FORMAT_VERSION: Final = 1
+_FORMAT_VERSION: Final = 2
 
 
 class RepresentationFormat:
