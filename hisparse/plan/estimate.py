@@ -37,14 +37,14 @@ class Hardware(NamedTuple):
 
 
 #: ``hbm`` is 0.9 of the bandwidth in NVIDIA's data sheets (B200: pytorch/ao, pull request 4002), as
-#: FlashInfer reaches 3.0 of 3.35 TB/s on an H100. Measured on 26 November 2026: dense attention at
-#: batch 32 read 17.2 GB in 5,529 us on an H100 SXM (SDPA, 3.1 TB/s) and in 3,826 us on an H200
-#: (FlashInfer 0.7.2); and gather_pages 13.4 MB over PCIe 5 in 287 us on the H100. ``write``, and
-#: GH200's ``read``: NVIDIA/nvbandwidth, issues 24 (PCIe 5) and 23 (writes: arXiv 2407.07850).
+#: FlashInfer reaches 3.0 of 3.35 TB/s on an H100. The H200's was measured on 26 November 2026, 17.2
+#: GB in 3,826 us by FlashInfer 0.7.2, and ``read`` over PCIe 5 too: gather_pages moved 13.4 MB in
+#: 287 us on an H100. ``write``, and GH200's ``read``: NVIDIA/nvbandwidth, issues 24 (PCIe 5) and 23
+#: (writes: arXiv 2407.07850).
 GPUS: Final[Mapping[str, Hardware]] = {
     "h100": Hardware(hbm=3000, read=46.8, write=52.8),
     "h100-pcie": Hardware(hbm=1800, read=46.8, write=52.8),
-    "h200": Hardware(hbm=4600, read=46.8, write=52.8),
+    "h200": Hardware(hbm=4500, read=46.8, write=52.8),
     "b200": Hardware(hbm=6900, read=46.8, write=52.8),
     "gh200": Hardware(hbm=3000, read=342, write=297),
     "gb200": Hardware(hbm=6900, read=342, write=297),
