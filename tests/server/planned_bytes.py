@@ -10,12 +10,26 @@ from typing import Any
 import torch
 from harness import Server
 
+from hisparse.algorithms import build_algorithm, entry_bytes
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
+from hisparse.engine.build import kept_tensors, make_policy
+from hisparse.engine.capabilities import choose_scope, stored_spec
 from hisparse.memory.sizing import resize, size
 from hisparse.model_config import read_model_config, shape_per_rank
 from hisparse.plan.fit import Machine, fit
+from hisparse.types import KVSpec
 
 GIB = 2**30
+
+
+def representation_bytes(settings: HiSparseConfig, shape: KVSpec) -> int:
+    """Representations of a page, in all layers, as a CPU keeps them."""
+    spec, algorithm = stored_spec(settings, shape), build_algorithm(settings)
+    scope = choose_scope(settings, format_of(spec))
+    policy = make_policy(settings, algorithm, spec, 1.0, scope, "cpu")
+    kept = kept_tensors(settings, algorithm, policy)
+    return entry_bytes(kept, "page") * spec.selecting.num_layers
 
 
 def assert_planned(
@@ -41,7 +55,10 @@ def assert_planned(
     assert planned.sizing is not None, planned.message
     # On a CPU there is no index of pages, no captured step, no workspace and no mapping.
     on_cpu = {"indexed": False, "captured": False, "workspace_bytes": (), "mapping_page_bytes": 0}
-    request = replace(planned.sizing.request, max_requests=max_requests, **on_cpu)
+    kept = representation_bytes(settings, shape)
+    request = replace(
+        planned.sizing.request, max_requests=max_requests, representation_page_bytes=kept, **on_cpu
+    )
     metrics = server.metrics()
 
     def reported(*names: str) -> float:

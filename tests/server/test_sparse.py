@@ -72,8 +72,8 @@ def test_rows_shrink_and_grow_while_a_long_request_decodes(server: Server) -> No
     """Waves of others come and go; the request goes on until some steps after the last."""
     prompt, others = PROMPTS.prompts[-1], [tokens(1000, seed=s) for s in range(200, 207)]
 
-    def two_waves() -> None:
-        for wave in (2, 3):
+    def several_waves() -> None:
+        for wave in (2, 3, 4, 5):
             server.generate_many([[*other, wave] for other in others], 10)
 
     with (
@@ -82,7 +82,7 @@ def test_rows_shrink_and_grow_while_a_long_request_decodes(server: Server) -> No
         server.stream(prompt, CONTEXT - len(prompt) - 1) as events,
     ):
         next(events)
-        waves, left = thread.submit(two_waves), 20
+        waves, left = thread.submit(several_waves), 20
         while left:
             ids = next(events)["output_ids"]
             left -= waves.done()

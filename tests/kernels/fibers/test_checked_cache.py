@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from hisparse.engine.build import make_policy
 from hisparse.errors import KernelError
 from hisparse.kernels.operation import OPERATIONS
-from hisparse.testing import Request, Simulator
+from hisparse.testing import Request, Simulator, simulator
 from tests.kernels.world import indexed
 
 
@@ -19,6 +20,7 @@ def served_by_cuda(fibers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for operation in OPERATIONS.values():
         if (compiled := operation.own("cuda")) is not None:
             monkeypatch.setitem(operation.functions, "cpu", compiled)
+    monkeypatch.setattr(simulator, "make_policy", lambda *most: make_policy(*most[:-1], "cuda"))
 
 
 def decode_with_a_broken_order(sim: Simulator, request: Request) -> None:
