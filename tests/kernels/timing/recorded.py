@@ -165,8 +165,10 @@ def _kernel_names() -> Callable[[int], str]:
     """The mangled name of the kernel at an address of the library of fibers."""
     path, base = "", 0
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if "/fibers-" in line and not path:
-            path, base = line.split()[-1], int(line.split("-")[0], 16)
+        where, mode, offset, *_, file = line.split()
+        # An exception's trace maps the file, too, to read it.
+        if "/fibers-" in file and "x" in mode:
+            path, base = file, int(where.split("-")[0], 16) - int(offset, 16)
     listed = subprocess.run(["nm", path], capture_output=True, text=True, check=True).stdout
     found = sorted(
         (int(line.split()[0], 16), line.split()[2])
