@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-packages=(apache-tvm-ffi pytest pytest-xdist execnet hypothesis iniconfig pluggy packaging sortedcontainers attrs rich
-    markdown-it-py mdurl Pygments psutil numpy typing_extensions xxhash)
+packages=(apache-tvm-ffi pytest pytest-xdist execnet hypothesis iniconfig pluggy packaging
+    sortedcontainers attrs rich markdown-it-py mdurl Pygments psutil numpy typing_extensions xxhash)
 wanted=()
 for package in "${packages[@]}"; do
     wanted+=("$(grep -io "^${package}==[^ ]*" requirements/cpu.txt)")

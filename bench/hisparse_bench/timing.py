@@ -73,7 +73,7 @@ def kernel_times(candidate: Candidate, steps: Sequence[int]) -> dict[str, float]
     """Median time of each kernel on a GPU, in us, times its launches in a step, by name.
 
     A kernel that begins while the one before it still runs (programmatic dependent launch) counts
-    what it waits. Kernels of less than 1 us a step are left out.
+    what it waits.
     """
     found = defaultdict[str, list[float]](list)
     for step in steps:
@@ -87,10 +87,19 @@ def kernel_times(candidate: Candidate, steps: Sequence[int]) -> dict[str, float]
         for event in profile.events():
             if event.device_type.name == "CUDA":
                 found[event.name].append(event.time_range.elapsed_us())
+    return us_by_kernel(found, len(steps))
+
+
+def us_by_kernel(found: Mapping[str, Sequence[float]], steps: int) -> dict[str, float]:
+    """Us a step by the short name of a kernel, the longest first, from times by full name.
+
+    Kernels of less than 1 us a step are left out.
+    """
     times: defaultdict[str, float] = defaultdict(float)
     for name, each in found.items():
         short = name.removeprefix("void ").replace("(anonymous namespace)::", "").partition("(")[0]
-        times[short.strip()] += median(each) * len(each) / len(steps)
+        # Full names tell apart kernels whose medians must not be mixed.
+        times[short.strip()] += median(each) * len(each) / steps
     return {n: round(us, 2) for n, us in sorted(times.items(), key=lambda x: -x[1]) if us >= 1}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hisparse_bench.timing import Candidate, time_in_turns
+from hisparse_bench.timing import Candidate, time_in_turns, us_by_kernel
 
 
 class Device:
@@ -58,3 +58,16 @@ def test_the_device_waits_for_the_host(monkeypatch: pytest.MonkeyPatch, enough: 
     assert device.slept == sorted(device.slept)
     assert device.slept[4:] == device.slept[4:5] * 6
     assert device.slept[4] >= enough
+
+
+def test_times_of_kernels_with_the_same_short_name_are_added() -> None:
+    """Each after its own median: a mixture of two has none that says anything."""
+    plain = "void at::native::(anonymous namespace)::fill<{}>(int)".format
+    found = {plain(4): [2.0] * 4, plain(8): [20.0] * 2, "_attend": [9.0, 10.0], "tiny": [0.5]}
+    assert us_by_kernel(found, 2) == {
+        "at::native::fill<8>": 20.0,
+        "_attend": 9.5,
+        "at::native::fill<4>": 4.0,
+    }
+    cut = {"k<a>(int, int)": [2.0] * 4, "void k<a>(long)": [20.0] * 2}
+    assert us_by_kernel(cut, 2) == {"k<a>": 24.0}

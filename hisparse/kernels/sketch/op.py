@@ -102,10 +102,8 @@ class SketchLayout(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of a sketch."""
-        end, unit = (
-            self.channels + self.num_channels * self.channel_width,
-            16 if self.numbered else 4,
-        )
+        end = self.channels + self.num_channels * self.channel_width
+        unit = 16 if self.numbered else 4
         return -(-end // unit) * unit
 
 
