@@ -27,10 +27,11 @@ Values = Any  # np.ndarray of uint64, one for each thread
 MASK = np.uint64(0xFFFFFFFF)
 _PARAMS, _WAITS, _SHARED = 0x210, 1 << 30, 256 << 10
 _MOST_STEPS = 3_000_000
-#: Where code finds the parameters that it reads by an address.
-_GENERIC = 0x7E00 << 32
+#: Where code finds the parameters that it reads by an address. Like the next, above the 2 ** 48
+#: bytes that a process's own memory may lie in.
+_GENERIC = 0x2_0000 << 32
 #: The upper half of an address that is one of shared memory.
-SHARED_WINDOW = 0x7F00
+SHARED_WINDOW = 0x1_0000
 
 
 class Region(NamedTuple):

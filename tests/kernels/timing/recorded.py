@@ -6,7 +6,6 @@ Triton would run them.
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import functools
 import re
@@ -86,7 +85,7 @@ def recorded(run: Callable[[Recorded], None], host: Callable[[Tensor], bool]) ->
         kernel: int, grid: Any, threads: int, params: int, size: int, shared: int, cluster: int
     ) -> None:
         try:
-            name = _kernel_names()(kernel)
+            name = _kernel_name(kernel)
             blocks = (grid[0], grid[1], grid[2])
             given = ctypes.string_at(params, size)
             launch = Launched(name, given, blocks, threads, shared, cluster)
@@ -161,28 +160,24 @@ def _regions(given: Any, host: Callable[[Tensor], bool]) -> list[Region]:
 
 
 @functools.cache
-def _kernel_names() -> Callable[[int], str]:
-    """The mangled name of the kernel at an address of the library of fibers."""
-    path, base = "", 0
+def _kernel_name(address: int) -> str:
+    """The mangled name of the kernel at an address of a library of fibers."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        where, mode, offset, *_, file = line.split()
-        # An exception's trace maps the file, too, to read it.
-        if "/fibers-" in file and "x" in mode:
-            path, base = file, int(where.split("-")[0], 16) - int(offset, 16)
-    listed = subprocess.run(["nm", path], capture_output=True, text=True, check=True).stdout
-    found = sorted(
-        (int(line.split()[0], 16), line.split()[2])
-        for line in listed.splitlines()
-        if "_kernel" in line and len(line.split()) == 3
-    )
-    addresses = [at for at, _ in found]
+        where, _, offset, *_, file = line.split()
+        start, end = (int(each, 16) for each in where.split("-"))
+        if start <= address < end:
+            break
+    place = address - start + int(offset, 16)
+    _, mangled = max(each for each in _kernels_of(file) if each[0] <= place)
+    # The host's compiler marks a function of one file by an L.
+    return re.sub(r"^_ZN8hisparseL", "_ZN8hisparse", mangled)
 
-    def name(address: int) -> str:
-        # The host's compiler marks a function of one file by an L.
-        mangled = found[bisect.bisect_right(addresses, address - base) - 1][1]
-        return re.sub(r"^_ZN8hisparseL", "_ZN8hisparse", mangled)
 
-    return name
+@functools.cache
+def _kernels_of(library: str) -> list[tuple[int, str]]:
+    listed = subprocess.run(["nm", library], capture_output=True, text=True, check=True).stdout
+    each = (line.split() for line in listed.splitlines())
+    return [(int(name[0], 16), name[2]) for name in each if len(name) == 3 and "_kernel" in name[2]]
 
 
 @functools.cache
