@@ -19,6 +19,9 @@ from hisparse.types import Selection, SelectionScope
 #: The owner of one entry of a representation.
 RepresentationOwner = Literal["page", "request", "layer"]
 
+#: What a representation is computed from.
+RepresentationSource = Literal["kv", "model"]
+
 #: Where a representation is stored.
 RepresentationMemory = Literal["device", "host"]
 
@@ -38,6 +41,9 @@ class Representation:
         memory: where the tensor lies. "host" is for what owners of "page" need a few entries of in
             a step: page-locked on a machine with a GPU, which reads and writes it over the link as
             a tensor of its own. It takes its room from ``host_memory``, and from no device memory.
+        source: what an entry is computed from. "kv": K, V and queries. "model": what the model's
+            own indexer gives for each token; stores and prefill servers pass such entries on,
+            because K and V alone cannot rebuild them.
 
     Raises:
         ValueError: ``memory`` is "host" and the owner is not a page.
@@ -48,6 +54,7 @@ class Representation:
     per: RepresentationOwner = "page"
     saved: bool = True
     memory: RepresentationMemory = "device"
+    source: RepresentationSource = "kv"
 
     def __post_init__(self) -> None:
         if self.memory == "host" and self.per != "page":
@@ -119,6 +126,14 @@ class BaseSparseAlgorithm(ABC):
         """
         return 0
 
+    def prefill_choices(self, policy: SelectionPolicy) -> int:
+        """The most positions that :meth:`select_prefill` returns for a query; 0: it returns None.
+
+        Args:
+            policy: shapes of the model and the rules of selections.
+        """
+        return 0
+
     @abstractmethod
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         """The tensors that the algorithm keeps, by name."""
@@ -171,7 +186,8 @@ class BaseSparseAlgorithm(ABC):
             step: the chunk; its own representations are already stored.
 
         Returns:
-            positions ``[T, K] int32``, unique, none after the query, padded with -1. None: every
+            positions ``[T, K] int32``, unique, none after the query, padded with -1; K is at most
+            :meth:`prefill_choices`. None: every
             query attends all earlier positions, as in nearly all models.
         """
         return None

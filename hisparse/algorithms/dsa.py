@@ -51,8 +51,13 @@ class DSA(BaseSparseAlgorithm):
                 "algorithm dsa got a model without an indexer, expected one such as DeepSeek-V3.2; "
                 "algorithms for any model: sketch, quest, snapkv"
             )
-        kinds = {_KEY: Representation((width,), self._dtype)}
-        return kinds | {_SCALE: Representation((), torch.float32)} if self._scaled else kinds
+        kinds = {_KEY: Representation((width,), self._dtype, source="model")}
+        if self._scaled:
+            kinds[_SCALE] = Representation((), torch.float32, source="model")
+        return kinds
+
+    def prefill_choices(self, policy: SelectionPolicy) -> int:
+        return policy.max_pages
 
     @property
     def _dtype(self) -> torch.dtype:

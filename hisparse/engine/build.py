@@ -182,7 +182,7 @@ def resolve(
         captured_request_bytes=call(
             algorithm.captured_bytes, None, policy, -(-resources.context_length // spec.page_size)
         ),
-        prefill_choices=policy.max_pages * spec.page_size if algorithm.indexer else 0,
+        prefill_choices=call(algorithm.prefill_choices, None, policy),
         extra_tables=_extra_tables(config, policy),
     )
     return EngineSetup(
@@ -226,10 +226,11 @@ def build_engine(
     )
     adapter = ADAPTERS.get(setup.adapter.name)()
     algorithm = setup.algorithm
-    # Ranks exchange queries only where all heads share a selection. A model's own indexer is on
-    # every rank, and an algorithm that keeps a prompt's queries keeps those of this rank's heads.
-    shared = host.format.replicated and setup.policy.heads == 1
-    shared = shared and not (algorithm.indexer or algorithm.query_window)
+    # Ranks exchange queries only where all heads share a selection that K, V and queries decide. An
+    # algorithm that keeps a prompt's queries keeps those of this rank's heads.
+    kept = kept_tensors(setup.resolved.config, algorithm, setup.policy)
+    shared = host.format.replicated and setup.policy.heads == 1 and not algorithm.query_window
+    shared = shared and all(each.source == "kv" for each in kept.values())
     return build(
         setup.resolved,
         setup.algorithm,

@@ -114,23 +114,21 @@ class SparseCoordinator:
 
         An indexer's keys are no function of K and V. All else is built again after a load.
         """
-        own = self.algorithm.representations(self.policy) if self.algorithm.indexer else {}
-        return {n: tensor for n, tensor in self.representations.of_pages.items() if n in own}
+        return self.representations.of_model
 
     def rebuilt_entries(self) -> dict[str, Tensor]:
         """What a load has to build from K and V unless a store has it, ``[L, host pages, ...]``.
 
         Empty if nothing is built, or if requests have state that only building fills.
         """
-        algorithm, kept = self.algorithm, self.representations
-        only_built = algorithm.indexer or algorithm.query_window or not kept.only_of_pages
-        if only_built or not self.policy.kv.full_layers:
+        kept = self.representations
+        if kept.of_model or not kept.only_of_pages or not self.policy.kv.full_layers:
             return {}
-        return dict(kept.of_pages)
+        return kept.of_pages
 
     def _build_restored(self) -> Build | None:
         """Builds the representations that no store keeps; None: it keeps them all."""
-        if not self.algorithm.indexer:
+        if not self.representations.of_model:
             return self.build_representations
         return self.prefill.store_extensions if self._storing else None
 

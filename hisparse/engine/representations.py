@@ -32,6 +32,7 @@ class Representations:
         num_layers: L.
         per_page: those of them that belong to pages.
         of_pages: those of these that are saved, without skipped layers.
+        of_model: those of these whose entries come from the model's own indexer.
         only_of_pages: whether these are all that is saved.
     """
 
@@ -63,6 +64,7 @@ class Representations:
         self.num_layers = num_layers
         self.per_page = [self.tensors[n] for n, r in kinds.items() if r.per == "page"]
         self.of_pages = {n: memory[n] for n, r in self._saved.items() if r.per == "page"}
+        self.of_model = {n: x for n, x in self.of_pages.items() if kinds[n].source == "model"}
         self.only_of_pages = len(self.of_pages) == len(self._saved)
         self._request_state = [memory[n] for n, r in kinds.items() if r.per == "request"]
         self._begun: set[int] = set()
