@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import textwrap
 import warnings
@@ -17,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from hisparse.errors import ConfigError
 
 #: Characters of a message, which may quote what was given.
 _MOST: Final = 1000
@@ -198,6 +201,21 @@ def print_figures(console: Console, heads: Sequence[str], rows: Sequence[Sequenc
         for figure, width in zip(figures, widths, strict=True):
             line += Text(" " * (2 + width - figure.cell_len)) + figure
         console.print(line, soft_wrap=True)
+
+
+def require(package: str, user: str, install: str) -> None:
+    """Check that a package that only some commands need is installed.
+
+    Args:
+        package: its module.
+        user: the command or flag that needs it.
+        install: what to give to ``pip install``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{user}: got no package {package}, expected it: pip install {install}")
 
 
 def progress_bar() -> Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -307,12 +308,7 @@ def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
 
     ``holds`` has to be true for ``least``, and false for all numbers above the result.
     """
-    if holds(most):
-        return most
-    while least + 1 < most:
-        middle = (least + most) // 2
-        least, most = (middle, most) if holds(middle) else (least, middle)
-    return least
+    return least + bisect_left(range(least + 1, most + 1), True, key=lambda x: not holds(x))
 
 
 def divide_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypedDict
@@ -72,15 +73,6 @@ class PrefixTrace:
     note: str
     block_size: int
     requests: Sequence[PrefixRequest]
-
-
-def is_prefix_trace(path: Path) -> bool:
-    """Whether a file looks like JSON; False if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(64).lstrip()[:1] == b"{"
-    except (OSError, ValueError):
-        return False
 
 
 def read_prefix(path: Path) -> PrefixTrace:
@@ -279,23 +271,16 @@ def replay_prefix(trace: PrefixTrace, capacity: int | None, ttl_s: float | None)
     )
 
 
-def on_front(points: Sequence[PrefixPoint]) -> list[bool]:
-    """Whether no other cache holds at most as much and hits at least as often, one strictly."""
-
-    def worse(a: PrefixPoint, b: PrefixPoint) -> bool:
-        better = (-b.hit_ratio, b.peak_tokens), (-a.hit_ratio, a.peak_tokens)
-        return all(x <= y for x, y in zip(*better, strict=True)) and better[0] != better[1]
-
-    return [not any(worse(point, other) for other in points) for point in points]
-
-
 def are_prefixes(files: Sequence[Path]) -> bool:
-    """Whether files are prefix traces.
+    """Whether files are prefix traces, which look like JSON; False if they cannot be read.
 
     Raises:
         ConfigError: some are, and others are not.
     """
-    kinds = [is_prefix_trace(file) for file in files]
+    kinds = []
+    for file in files:
+        with suppress(OSError, ValueError), file.open("rb") as opened:
+            kinds.append(opened.read(64).lstrip()[:1] == b"{")
     if any(kinds) and not all(kinds):
         raise ConfigError("got prefix traces and traces of selections, expected one of the two")
     return any(kinds)
@@ -340,7 +325,4 @@ def replay_all(
         for ttl in ttls
         for capacity in dict.fromkeys(capacities)
     ]
-    front = on_front(points)
-    return about | {
-        "points": [asdict(x) | {"pareto": best} for x, best in zip(points, front, strict=True)]
-    }
+    return about | {"points": list(map(asdict, points))}

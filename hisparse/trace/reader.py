@@ -58,11 +58,6 @@ class Selections(NamedTuple):
         """One more than the largest page."""
         return max(1, int(self.full_pages.max(initial=0)), int(self.pages.max(initial=-1)) + 1)
 
-    @property
-    def widest(self) -> int:
-        """Pages of the longest selection."""
-        return int(np.diff(self.offsets).max(initial=0))
-
     def steps(self, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Each selection of a stream, and the pages completed since the one before."""
         full = 0
