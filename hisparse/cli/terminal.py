@@ -44,8 +44,8 @@ class Values:
 
     Attributes:
         read: reads one value; raises ``ValueError`` for another text.
-        expected: such values in words, for messages.
-        metavar: stands for one value in ``--help``.
+        expected: the valid values in words, for messages.
+        metavar: name of one value in ``--help``.
         fits: whether a value is in range.
         several: whether the flag takes a list of values, with commas between them.
     """
@@ -180,7 +180,7 @@ def print_paragraph(console: Console, text: str, indent: str = "", hanging: int 
 
 
 def print_figures(console: Console, heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
-    """Rows of a label and figures; a label that is too long stands on a line of its own.
+    """Rows of a label and figures; a label that is too long gets a separate line.
 
     Args:
         console: where.
@@ -219,7 +219,7 @@ def require(package: str, user: str, install: str) -> None:
 
 
 def progress_bar() -> Progress:
-    """Shows the task under way on standard error, and nothing where that is no terminal."""
+    """A progress bar on standard error; hidden if that is not a terminal."""
     console = Console(stderr=True)
     options: dict[str, Any] = {"transient": True, "disable": not console.is_terminal}
     columns = (BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn())

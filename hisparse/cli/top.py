@@ -164,7 +164,7 @@ def read(url: str) -> Reading:
                 if math.isfinite(sample.value):
                     samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except (ValueError, KeyError, IndexError):
-        # The parser's own errors for a page of another kind.
+        # The parser raises these for a page that is not Prometheus text.
         raise ConfigError(
             f"{url}/metrics: got {quoted(page[:40])}, expected Prometheus metrics"
         ) from None

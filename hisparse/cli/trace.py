@@ -118,7 +118,9 @@ def _record(arguments: argparse.Namespace) -> int:
         print(arguments.out)
         return 0
     if arguments.block_size is not None:
-        raise ConfigError("--block-size: expected --exported with it; add that, or leave it out")
+        raise ConfigError(
+            f"--block-size: got {arguments.block_size} without --exported, expected both or none"
+        )
     with Console(stderr=True).status("reading the model") as status:
         path = record_text(
             arguments.model or "smollm2-135m",
@@ -188,7 +190,7 @@ def _refuse(arguments: argparse.Namespace, flags: Sequence[str], kind: str) -> N
     for flag in flags:
         if getattr(arguments, flag) is not None:
             raise ConfigError(
-                f"--{flag.replace('_', '-')}: got it with {kind} not use it; leave it out"
+                f"--{flag.replace('_', '-')}: got it with {kind} not use it, expected it left out"
             )
 
 

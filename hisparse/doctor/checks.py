@@ -120,7 +120,7 @@ _TIMEOUT_S = 120
 
 
 def hooks() -> Finding:
-    """Load the plug-in as SGLang does, in a process of its own."""
+    """Load the plug-in as SGLang does, in a separate process."""
     found_release = install.installed_release()
     if found_release is None or not install.is_supported(found_release):
         return Finding("warning", f"not checked: sglang {install.RELEASE} is not installed")
@@ -155,7 +155,7 @@ def _packages() -> str:
     return f"{asks}: {wanted}" if wanted else asks
 
 
-#: With less free memory, a server can hardly hold its own processes.
+#: With less free memory, the processes of a server hardly fit.
 _LITTLE_BYTES = 4 * 2**30
 
 _NODES = Path("/sys/devices/system/node")

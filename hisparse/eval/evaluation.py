@@ -294,7 +294,7 @@ def score_items(
 
 @contextmanager
 def _logits_of(model: Any, rows: list[int]) -> Iterator[None]:
-    """Compute the logits of these rows alone: in a small model they are a quarter of the work."""
+    """Compute the logits of these rows only: in a small model they are a quarter of the work."""
 
     def choose(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0][rows],)

@@ -63,7 +63,7 @@ class Records:
         """Read all records; cut off the last line if it is incomplete.
 
         Raises:
-            ConfigError: the file cannot be read, or a line is no record.
+            ConfigError: the file cannot be read, or a line is not a record.
         """
         if not self._path.exists():
             return {}
@@ -95,7 +95,7 @@ class Records:
 
 
 class ResultCell(TypedDict):
-    """What is shown of a method's answers to one task; see :func:`hisparse.eval.make_cells`."""
+    """The printed fields of a cell of :func:`hisparse.eval.make_cells`."""
 
     method: str
     budget: int | None
@@ -109,7 +109,7 @@ class ResultCell(TypedDict):
 
 
 class SummaryLine(TypedDict):
-    """What is shown of a method's other figures; see :func:`hisparse.eval.make_summary`."""
+    """The printed fields of a line of :func:`hisparse.eval.make_summary`."""
 
     method: str
     budget: int | None
@@ -125,7 +125,7 @@ class SummaryLine(TypedDict):
 
 
 class EvalResult(TypedDict):
-    """What is shown of an object that ``hisparse eval --json`` prints of its own tasks."""
+    """The printed fields of the object from ``hisparse eval --json``, without tasks of lm-eval."""
 
     command: Literal["eval"]
     line: str

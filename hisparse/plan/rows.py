@@ -232,7 +232,7 @@ def _estimate(capacity: Capacity, machine: Machine, asked: Namespace) -> list[di
             hit_ratio=hits,
             weight_bytes=-(-machine.weight_bytes // machine.tp),
         )
-        # A context that is on the device as a whole has one hit ratio, 1.
+        # If the whole context is on the device, the hit ratio is always 1.
         found[batch, estimate.hit_ratio] = {
             "batch": batch,
             "hit_ratio": estimate.hit_ratio,

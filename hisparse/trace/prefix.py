@@ -79,7 +79,7 @@ def read_prefix(path: Path) -> PrefixTrace:
     """Read a prefix trace, ours or Mooncake's.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no request.
+        ConfigError: the file cannot be read, or a line is not a request.
     """
     name = repr(str(path))
     lines = read_text(path, "trace").split("\n")
@@ -158,7 +158,7 @@ def convert_sglang(
         tokenize: turns the text of requests without token ids into token ids; None: there are none.
 
     Raises:
-        ConfigError: a file cannot be read, or a line is no request.
+        ConfigError: a file cannot be read, or a line is not a request.
     """
     numbers: dict[bytes, int] = {}
     requests = []
@@ -216,11 +216,11 @@ def _converted(
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixPoint:
-    """A cache and what it would have held.
+    """The result of a replay through one cache.
 
     Attributes:
         capacity: tokens; None: unlimited.
-        ttl_s: seconds that a block stays after its last use; None: for ever.
+        ttl_s: seconds that a block stays after its last use; None: no limit.
         hit_ratio: prompt tokens that the cache held, of all prompt tokens.
         peak_tokens: the most tokens that it held.
     """
@@ -241,7 +241,7 @@ def replay_prefix(trace: PrefixTrace, capacity: int | None, ttl_s: float | None)
     Args:
         trace: the trace.
         capacity: tokens; None: unlimited.
-        ttl_s: seconds that a block stays after its last use; None: for ever.
+        ttl_s: seconds that a block stays after its last use; None: no limit.
     """
     size = trace.block_size
     most = float("inf") if capacity is None else capacity // size

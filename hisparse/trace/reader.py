@@ -77,12 +77,12 @@ class SelectionTrace:
 
     Attributes:
         header: what the trace is of.
-        end: how the recording ended; None: the file ends early, as that of a killed process.
+        end: how the recording ended; None: the file ends early, because the process was killed.
         visits: all decode steps of all requests, in the order of time.
         num_bytes: size of the file.
 
     Raises:
-        ConfigError: the file cannot be read, is no trace, or is damaged.
+        ConfigError: the file cannot be read, is not a trace, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Hit ratios and bytes of caches that a trace's selections would have had.
+"""Replays the selections of a trace through caches: their hits, and the bytes that they read.
 
 All pages of a selection are resident at once: hits are counted before the step, and no page that is
 selected is evicted, as in :func:`hisparse.kernels.lru_diff`. A stream starts with the most recent

@@ -57,7 +57,7 @@ def test_what_a_trace_is_of_is_shown(recorded: str, command: Command) -> None:
         (["replay", "FILE", "--capacity", "100"], "--capacity: got it with traces of selections"),
         (["replay", "FILE", "--ttl", "60"], "--ttl: got it with traces of selections"),
         (["replay", "FILE", "--policy", "mru"], "unknown policy 'mru'"),
-        (["record", "--block-size", "2", "--out", "b"], "--block-size: expected --exported"),
+        (["record", "--block-size", "2", "--out", "b"], "--block-size: got 2 without --exported"),
         (
             ["record", "--exported", "a", "--budget", "512", "--out", "b"],
             "--budget: got it with --exported, which does not use it",
