@@ -246,9 +246,9 @@ def test_saved_results_make_the_same_report_without_a_model(
     [
         ("# a page", "not JSON at line 1 column 1"),
         ("[" * 100_000, "nested too deep"),
-        ('{"command": "bench"}', "lacks cells, commit, context"),
+        ('{"command": "bench"}', "got no cells, commit, context"),
         (json.dumps({**result(), "command": "bench"}), "command: got 'bench' (str), expected"),
-        (json.dumps({**result(), "summary": [{"kl": 1}]}), "summary[0] lacks adjacent_overlap"),
+        (json.dumps({**result(), "summary": [{"kl": 1}]}), "summary[0]: got no adjacent_overlap"),
         (json.dumps({**result(), "cells": [7]}), "cells[0]: got 7, expected an object"),
         (json.dumps(changed(kl="0.1")), "summary[0]: kl: got '0.1' (str), expected float"),
         (json.dumps(changed(intervals={})), "got None as interval of kl, expected low and high"),
