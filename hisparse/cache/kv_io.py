@@ -119,7 +119,7 @@ class KVReadWrite:
     def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
         kv, heads = self._host.kv, self._device.heads
-        pages = step.row_tails[layer_id].long()
+        pages = step.rows.tail_pages[layer_id].long()
         tails = StoredKV(*(each[pages] for each in self._device.stored(layer_id).tensors))
         k, v = self._host.format.decode(tails)
         if heads > 1:
@@ -145,10 +145,10 @@ class KVReadWrite:
         form = self._host.format
         k, v = (*form.copied_parts(self._device.stored(layer_id)), None, None)[:2]
         copies = promote_tail(
-            step.rows,
+            step.rows.rows,
             step.num_pages,
             filled,
-            step.capacity,
+            step.rows.capacity,
             self._device.state(layer_id),
             self._device.tail_pages[layer_id],
             pools=TailPools(k, v if with_values else None, self._host.kv.num_kv_heads),
@@ -161,10 +161,10 @@ class KVReadWrite:
 
     def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
         """The tail pages, in place or decoded."""
-        stored, pages = self._device.stored(layer_id), step.row_tails[layer_id]
+        stored, pages = self._device.stored(layer_id), step.rows.tail_pages[layer_id]
         if self._decode_pages is not None:
             stored, pages = self._decode_pages(stored, pages)
-        return TailPages(stored, pages, step.row_tail_lens)
+        return TailPages(stored, pages, step.rows.tail_lens)
 
     def host_pages(self, layer_id: int) -> PagedKV:
         """K and V of the host pool, each ``[host pages, Hkv, S, D]``.

@@ -17,7 +17,6 @@ from hisparse.cache.kv_io import move_pages
 from hisparse.cache.streams import Pending, SideStreams
 from hisparse.errors import HiSparseError, shorten
 from hisparse.kernels import (
-    DecodeRows,
     DiffTables,
     diff_tables,
     lru_diff,
@@ -167,7 +166,7 @@ class SwapIn:
             self._log.append(wanted)
         tables = self._find(layer_id, wanted, self._malformed)
         if self._checked:
-            verify_diff(tables.num_misses, wanted.step.capacity)
+            verify_diff(tables.num_misses, wanted.step.rows.capacity)
         self._gather(layer_id, tables.load_host_pages, tables.loads, self._host.stored(layer_id))
         return tables
 
@@ -177,17 +176,7 @@ class SwapIn:
         return diff_tables(
             None if selection is None else selection.pages.flatten(0, 1),
             None if selection is None else selection.lengths.flatten(),
-            DecodeRows(
-                step.rows,
-                step.capacity,
-                step.num_real_rows,
-                step.host_page_table,
-                step.num_pages,
-                step.row_tails[layer_id],
-                step.row_tail_lens,
-                step.dense,
-                malformed,
-            ),
+            step.rows._replace(tail_pages=step.rows.tail_pages[layer_id], malformed=malformed),
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
             width=width,

@@ -266,7 +266,7 @@ class Prefill:
                 or those in the layer's window.
             next_tile: the tile that is read after the prefix.
         """
-        rule = self._policy.rules[layer_id]
+        rule = self._policy.layer_rules[layer_id]
         tiles = self._tiles(layer_id, chunk, self._first_page(layer_id, chunk), chunk.start)
         prefix = (
             self._read(tile, chunk.start, following)

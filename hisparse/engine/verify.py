@@ -93,7 +93,7 @@ class VerifyBatch:
         """The runs of all chains, in the order in which they are served."""
         of_chains = [
             _divide(int(length), ends, int(most))
-            for length, ends, most in zip(self.chain_lengths, runs.ends, runs.most, strict=True)
+            for length, ends, most in zip(self.chain_lengths, *runs, strict=True)
         ]
         for number in range(max(map(len, of_chains))):
             yield VerifyStep(
@@ -187,7 +187,7 @@ class _Verification:
         count = batch.host_slots.shape[1]
         tokens = [run.pairs @ [count, 1] for run in runs]
         self._tokens = [self._upload(each) for each in tokens]
-        self._rows = [(step.last or step).rows for step in self._steps]
+        self._rows = [(step.last or step).rows.rows for step in self._steps]
         self._filling = [self._filled_pages(list(run.runs)) for run in runs]
         self._returnable = [self._can_return(run) for run in runs]
         self._output = self._output_index(np.concatenate(tokens))
@@ -252,10 +252,10 @@ class _Verification:
         device = self._manager.device
         steps = [step, step.last, *step.by_mode.values(), *step.dense_by_mode.values()]
         # Steps that are not divided share their tensors.
-        for each in {id(x.row_tails): x for x in steps if x is not None}.values():
-            each.row_tails[layer_id] = device.tail_pages[layer_id, each.rows]
-        tails = step.row_tails[layer_id].long() * device.kv.page_size
-        step.tail_slots[layer_id] = tails + (step.row_tail_lens - 1)
+        for rows in {id(x.rows): x.rows for x in steps if x is not None}.values():
+            rows.tail_pages[layer_id] = device.tail_pages[layer_id, rows.rows]
+        tails = step.rows.tail_pages[layer_id].long() * device.kv.page_size
+        step.tail_slots[layer_id] = tails + (step.rows.tail_lens - 1)
 
     def _filled_pages(self, requests: list[int]) -> Tensor | None:
         """``[b, W] int64``, host pages that drafts can fill, padded with 0; None: none."""
@@ -348,7 +348,7 @@ class _Undo:
         #: The requests that go back: rows, capacities, host pages.
         self._step = (step.last or step).take(places)
         self.index = self._upload(places, torch.int64)
-        heads = torch.arange(step.policy.heads, device=step.rows.device)
+        heads = torch.arange(step.policy.heads, device=step.slots.device)
         self._rows = (self.index[:, None] * len(heads) + heads).flatten()
         # Until a page is filled, later tokens are only written after the accepted ones.
         tails = batch.seq_lens_cpu[requests] // size
@@ -367,7 +367,7 @@ class _Undo:
                 self._replays[id(part.rows)] = part.take(np.flatnonzero(of_part))
 
     def _upload(self, values: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return upload(values, self._step.rows.device, dtype)
+        return upload(values, self._step.slots.device, dtype)
 
     def restore_rows(self, layer_id: int, saved: _Saved, manager: SparseKVCacheManager) -> None:
         """Give the rows in one layer the tables and the pages that they had after the tokens."""
@@ -382,7 +382,7 @@ class _Undo:
                 tables.rows,
                 self._filled,
                 torch.ones_like(tables.rows, dtype=torch.bool),
-                self._step.capacity,
+                self._step.rows.capacity,
                 device.state(layer_id),
                 device.tail_pages[layer_id],
             )
