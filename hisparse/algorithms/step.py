@@ -159,6 +159,10 @@ class PrefillStep:
 class KVReader(Protocol):
     """Reads keys and values for the requests of a step."""
 
+    def find_tails(self, layer_id: int, step: DecodeStep) -> Tensor:
+        """``[R] int32``, device page of each row's tail as of now."""
+        ...
+
     def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
         ...
@@ -184,11 +188,13 @@ class StepCache:
         indexer: see :attr:`DecodeStep.indexer`.
         selection: attended by the layers of the current group; None before the first one selects.
         values: results of :meth:`DecodeStep.once`, by name.
+        early: loads of pages that started before their layer, by layer.
     """
 
     indexer: IndexerInputs | None = None
     selection: Selection | None = None
     values: dict[str, Any] = field(default_factory=dict)
+    early: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +214,9 @@ class DecodeStep:
             most that it may have.
         host_slots: ``[B] int64``, host slot of each new token.
         rows: rows of the device tables; row ``b * H + h`` belongs to request b. Its ``tail_pages``
-            are those of all layers, ``[L, R] int32``.
+            are those of all layers, ``[L, R] int32``, as the step begins.
+        follows: whether an earlier step of the forward may fill tail pages, so that each layer has
+            to find them when it begins.
         captured: whether this is a captured step, or one that warms up for the capture.
         index: ``[B] int64``, places of the requests in the batch; None: they are the whole batch.
         places: ``[B]``, the same on the host.
@@ -227,6 +235,7 @@ class DecodeStep:
     seq_lens_cpu: np.ndarray
     host_slots: Tensor
     rows: DecodeRows
+    follows: bool = False
     captured: bool = False
     index: Tensor | None = None
     places: np.ndarray | None = None
@@ -342,11 +351,23 @@ class DecodeStep:
             pages[:, None].repeat(1, heads, 1), (self.num_pages - first)[:, None].repeat(1, heads)
         )
 
+    def tails(self, layer_id: int) -> Tensor:
+        """``[R] int32``, device page of each row's tail."""
+        if self.follows:
+            return self.kv_io.find_tails(layer_id, self)
+        return self.rows.tail_pages[layer_id]
+
+    def tail_slots(self, layer_id: int) -> Tensor:
+        """``[R] int64``, where each row's new token goes: its tail page times S, plus offset."""
+        return self._slots_in(self.tails(layer_id)) if self.follows else self._all_slots[layer_id]
+
     @cached_property
-    def tail_slots(self) -> Tensor:
-        """``[L, R] int64``, where each row's new token goes: its tail page times S, plus offset."""
-        rows = self.rows
-        return rows.tail_pages.long() * self.policy.kv.page_size + (rows.tail_lens - 1)
+    def _all_slots(self) -> Tensor:
+        """:meth:`tail_slots` of all layers, ``[L, R]``, in one operation."""
+        return self._slots_in(self.rows.tail_pages)
+
+    def _slots_in(self, tails: Tensor) -> Tensor:
+        return tails.long() * self.policy.kv.page_size + (self.rows.tail_lens - 1)
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor] | None:
@@ -392,6 +413,7 @@ class DecodeStep:
                 num_real_rows=self.rows.num_real_rows.new_full((1,), row_index.numel()),
                 dense=None if self.dense is None else self.dense[index],
             ),
+            follows=self.follows,
             index=index,
             places=places,
         )

@@ -83,6 +83,7 @@ class DecodeBatch:
             device tensors then describe the requests; ``seq_lens_cpu`` holds the most tokens that
             each request may have. None: there is no padding.
         last: ``[B] bool``, the last tokens of requests with several; None: no request has several.
+        follows: whether an earlier step of the forward may have filled tail pages.
     """
 
     slots: Tensor
@@ -93,6 +94,7 @@ class DecodeBatch:
     host_page_table: Tensor
     num_real: Tensor | None = None
     last: np.ndarray | None = None
+    follows: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -211,6 +213,7 @@ class DecodeBatch:
                 tail_pages=device.tail_pages[:, rows],
                 tail_lens=tail_lens.repeat_interleave(heads),
             ),
+            follows=self.follows,
             captured=self.num_real is not None,
         )
 
