@@ -173,8 +173,8 @@ def check_after_resolution(server_args: Any, config: HiSparseConfig) -> None:
         )
     if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
         raise ConfigError(
-            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; unset it: hisparse sizes its pool from "
-            "host memory"
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; expected it unset: hisparse sizes its "
+            "pool from host memory"
         )
     check_capabilities(config, view.device)
     tokens = view.max_total_tokens
@@ -278,7 +278,7 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
     if model.is_encoder_decoder:
         raise ConfigError(f"{name} is an encoder-decoder model; expected a decoder")
     if os.environ.get("SGLANG_USE_HND_KVCACHE", "0").lower() in ("1", "true"):
-        raise ConfigError("SGLANG_USE_HND_KVCACHE is set; unset it and use host_layout instead")
+        raise ConfigError("SGLANG_USE_HND_KVCACHE is set; expected it unset: use host_layout")
 
 
 def _check_heads(name: str, model: Any) -> None:

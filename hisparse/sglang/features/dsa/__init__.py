@@ -148,7 +148,7 @@ class DeepSeekIndexer(Feature):
         """Pools of latents without index keys."""
         if kind != "dsa":
             return None
-        from hisparse.sglang.kv_pool import DraftDSAPool, HiSparseDSAPool
+        from hisparse.sglang.features.dsa.pools import DraftDSAPool, HiSparseDSAPool
 
         return DraftDSAPool if is_draft else HiSparseDSAPool
 
