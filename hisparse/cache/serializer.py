@@ -18,10 +18,6 @@ from hisparse.cache.kv_io import read_tokens, write_tokens
 
 #: Counted up when the order of bytes changes.
 FORMAT_VERSION: Final = 1
-#: Layers are grouped into parts of at least so many bytes, each with a checksum of its own.
-_PART_BYTES: Final = 256 * 1024
-#: The store's limit.
-_MAX_PARTS: Final = 64
 
 
 class PageSerializer:
@@ -35,8 +31,7 @@ class PageSerializer:
     Attributes:
         page_tokens: as given.
         pages_per_record: host pages of a record.
-        part_bytes: sizes of the parts of a record: consecutive layers.
-        record_bytes: their sum.
+        record_bytes: bytes of a record.
     """
 
     def __init__(self, host: HostKVPool, page_tokens: int, entries: Mapping[str, Tensor]) -> None:
@@ -54,7 +49,6 @@ class PageSerializer:
         kv = host.kv
         per_page = sum(x[0, 0].nbytes for x in self._entries)
         layer = page_tokens * host.format.layer_token_bytes + self.pages_per_record * per_page
-        self.part_bytes = tuple(layer * n for n in _layers_per_part(kv.num_layers, layer))
         self.record_bytes = layer * kv.num_layers
 
     def describe(self) -> str:
@@ -106,10 +100,3 @@ class PageSerializer:
     def _slots(self, pages: Tensor) -> Tensor:
         size = self._host.kv.page_size
         return (pages[:, None] * size + torch.arange(size)).flatten()
-
-
-def _layers_per_part(num_layers: int, layer_bytes: int) -> list[int]:
-    """Layers of each part, as equal as can be."""
-    at_least = max(1, -(-_PART_BYTES // layer_bytes))
-    count = max(1, min(_MAX_PARTS, num_layers // at_least))
-    return [num_layers * (i + 1) // count - num_layers * i // count for i in range(count)]

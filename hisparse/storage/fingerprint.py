@@ -202,7 +202,7 @@ def page_namespace(
         page_size=serializer.page_tokens,
         rank=rank,
         num_ranks=num_ranks,
-        part_bytes=serializer.part_bytes,
+        page_bytes=serializer.record_bytes,
         version=FORMAT_VERSION,
     )
 

@@ -35,9 +35,7 @@ from tests.engine.test_restored_pages import LATENTS, LENGTH, PROMPT, STORED, lo
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PER_RECORD = 2
-PAGES = Namespace(
-    model="model", kv_dtype="float32", page_size=8, rank=0, num_ranks=1, part_bytes=(8,)
-)
+PAGES = Namespace(model="model", kv_dtype="float32", page_size=8, rank=0, num_ranks=1, page_bytes=8)
 STORABLE: dict[str, dict[str, Any]] = {
     "quest": {"algorithm": Quest()},
     "sketch": {"algorithm": Sketch()},

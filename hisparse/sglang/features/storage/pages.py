@@ -276,7 +276,7 @@ def _open_file_store(options: StorageOptions) -> FileStore:
             f"storage: path: got {quoted(options.path)}: {one_line(error)}; expected a folder that "
             "can be made"
         ) from None
-    return FileStore(path, size, policy=options.policy, ttl_s=options.ttl_s)
+    return FileStore(path, size, ttl_s=options.ttl_s)
 
 
 def _make_backend(options: StorageOptions, buffer: RecordBuffer, rank: int, num_ranks: int) -> Any:

@@ -97,7 +97,7 @@ def representation_namespace(pages: Namespace, session: Any, record_bytes: int) 
         pages,
         model=xxhash.xxh3_128_hexdigest("\n".join(texts).encode()),
         kv_dtype="representations",
-        part_bytes=(record_bytes,),
+        page_bytes=record_bytes,
         version=_FORMAT_VERSION,
     )
 
