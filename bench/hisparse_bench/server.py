@@ -84,14 +84,16 @@ class ServerClient:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
-    def stream(self, prompt: str | Sequence[int], max_new_tokens: int) -> Generation:
+    def stream(
+        self, prompt: str | Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
+    ) -> Generation:
         """Continue a text or token ids greedily, and time each event."""
         body: dict[str, Any] = {
             "stream": True,
             "sampling_params": {
                 "temperature": 0.0,
                 "max_new_tokens": max_new_tokens,
-                "ignore_eos": True,
+                "ignore_eos": ignore_eos,
             },
         }
         body |= {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}

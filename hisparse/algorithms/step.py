@@ -136,6 +136,10 @@ class PrefillStep:
 class KVReader(Protocol):
     """Reads keys and values for the requests of a step."""
 
+    def find_tails(self, layer_id: int, step: DecodeStep) -> Tensor:
+        """``[R] int32``, device page of each row's tail as of now."""
+        ...
+
     def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
         ...
@@ -161,11 +165,13 @@ class StepCache:
         indexer: see :attr:`DecodeStep.indexer`.
         selection: what the layers of the current group attend; None before the first one selects.
         values: what :meth:`DecodeStep.once` computed, by the algorithm's name for it.
+        early: loads of pages that started before their layer, by layer.
     """
 
     indexer: IndexerInputs | None = None
     selection: Selection | None = None
     values: dict[str, Any] = field(default_factory=dict)
+    early: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +195,8 @@ class DecodeStep:
         host_slots: ``[B] int64``, host slot of each new token.
         rows: ``[R] int64``, rows of the device tables; row ``b * H + h`` belongs to request b.
         capacity: ``[R] int32``, device slots of each row.
-        row_tails: ``[L, R] int32``, device page of each row's tail.
+        row_tails: ``[L, R] int32``, device page of each row's tail; None: an earlier step of the
+            forward may fill tail pages, so each layer finds them when it begins.
         row_tail_lens: ``[R] int32``, tokens in the row's tail page.
         num_real_rows: ``[1] int32``, rows before the padding.
         captured: whether this is a captured step, or one that warms up for the capture.
@@ -215,7 +222,7 @@ class DecodeStep:
     host_slots: Tensor
     rows: Tensor
     capacity: Tensor
-    row_tails: Tensor
+    row_tails: Tensor | None
     row_tail_lens: Tensor
     num_real_rows: Tensor
     captured: bool = False
@@ -311,10 +318,22 @@ class DecodeStep:
             pages[:, None].repeat(1, heads, 1), (self.num_pages - first)[:, None].repeat(1, heads)
         )
 
-    @cached_property
-    def tail_slots(self) -> Tensor:
-        """``[L, R] int64``, where each row's new token goes: its tail page times S, plus offset."""
-        return self.row_tails.long() * self.policy.kv.page_size + (self.row_tail_lens - 1)
+    def tails(self, layer_id: int) -> Tensor:
+        """``[R] int32``, device page of each row's tail."""
+        if self.row_tails is None:
+            return self.kv_io.find_tails(layer_id, self)
+        return self.row_tails[layer_id]
+
+    def tail_slots(self, layer_id: int) -> Tensor:
+        """``[R] int64``, where each row's new token goes: its tail page times S, plus offset."""
+
+        def slots_in(tails: Tensor) -> Tensor:
+            return tails.long() * self.policy.kv.page_size + (self.row_tail_lens - 1)
+
+        tails = self.row_tails
+        if tails is None:
+            return slots_in(self.tails(layer_id))
+        return self.once("tail slots", lambda: slots_in(tails))[layer_id]
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor] | None:
@@ -357,7 +376,7 @@ class DecodeStep:
             host_slots=self.host_slots[index],
             rows=self.rows[rows],
             capacity=self.capacity[rows],
-            row_tails=self.row_tails[:, rows],
+            row_tails=None if self.row_tails is None else self.row_tails[:, rows],
             row_tail_lens=self.row_tail_lens[rows],
             num_real_rows=self.num_real_rows.new_full((1,), rows.numel()),
             dense=None if self.dense is None else self.dense[index],

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -25,8 +24,6 @@ from hisparse.cli.terminal import (
     ratio,
     without_sglang_warnings,
 )
-from hisparse.errors import ConfigError
-from hisparse.eval.report import check_matplotlib
 from hisparse.kernels.build.isa import ISAS, check_isa, environment
 from hisparse_bench.decode import DecodeBench
 from hisparse_bench.kernels import KernelsBench, KernelsReport
@@ -136,17 +133,9 @@ def _add_serve(benches: Any) -> None:
     )
     text = "a recipe; flags beside it replace its values"
     add_flag(parser, "--recipe", str, text, metavar="NAME|FILE")
-    add_flag(parser, "--plot", Path, "draw throughput and time per token", metavar="FILE.svg")
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    plot = arguments.plot
-    if plot is not None and plot.suffix != ".svg":
-        raise ConfigError(f"--plot: got {str(plot)!r}, expected a name that ends with .svg")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ConfigError(f"--plot: got {str(plot)!r}, expected a file in a folder that exists")
-    if plot is not None:
-        check_matplotlib("--plot")
     given = vars(arguments)
     values = {name: given[name] for name in LoadOptions.__dataclass_fields__ if name in given}
     if arguments.recipe is None:
@@ -181,7 +170,5 @@ def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequenc
                 seconds=round(time.monotonic() - started, 1),
             )
             _show(arguments, report)
-            if arguments.plot is not None:
-                arguments.plot.write_text(report.to_svg(), encoding="utf-8")
     measured = any(case.results for case in cases)
     return 0 if measured and all(case.gate != "failed" for case in cases) else 1

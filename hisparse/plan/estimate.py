@@ -54,7 +54,7 @@ GPUS: Final[Mapping[str, Hardware]] = {
 _LAUNCH_US, _ATTENTION_US = 2.0, 11.0
 #: With representations in host memory, whose candidates PyTorch's operators collect.
 _ECONOMY_LAUNCHES: Final = 44
-#: Fewer in a layer without a selection of its own; dense attention.
+#: Launches that a layer without a selection saves, and launches of dense attention.
 _SELECT_LAUNCHES, _DENSE_LAUNCHES = 2, 2
 #: Candidates for each attended page whose entries lie in host memory (``sketch`` with ``economy``).
 _HOST_CANDIDATES: Final = 8
@@ -94,7 +94,7 @@ def estimate_token(
         batch: requests.
         hit_ratio: fraction of the selected pages that are on the device; 1 is taken where the
             smallest device buffer holds all of the context.
-        weight_bytes: weights of a GPU; 0: the time of attention alone.
+        weight_bytes: weights of a GPU; 0: only the time of attention.
     """
     step = _StepTimes(config, spec, hardware, context, batch, hit_ratio)
     layers, weights_us = range(spec.num_layers), _us(weight_bytes, hardware.hbm)
@@ -188,7 +188,7 @@ class _StepTimes:
         return max(link, gather_us(missing, self._spec.head_dim, self._batch))
 
     def _full_us(self) -> float:
-        """Full tail pages, on average: each request has one in S steps."""
+        """Mean time for full tail pages: each request fills one in S steps."""
         stores = self._kernel_us(self._kernels[1]) if self._kernels else 0.0
         steps = min(1.0, self._batch / self._spec.page_size)
         return steps * (self._kernel_us("promote_tail") + stores)

@@ -1,4 +1,4 @@
-"""Writes a trace on a thread of its own, so that decode steps never wait for the disk."""
+"""Writes a trace on a separate thread, so that decode steps never wait for the disk."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TraceWriter:
         self._num_requests = 0
         step_pages = len(header.layers) * header.heads * header.max_pages
         self._chunk_visits = min(visits_that_fit(header), max(1, _CHUNK_PAGES // step_pages))
-        # What waits, and who waits for it: a step pays for no more than a lock.
+        # Steps that wait for the thread. A decode step only takes the lock.
         self._lock = threading.Lock()
         self._waiting: list[RecordedStep] = []
         self._waiting_bytes = 0
@@ -130,7 +130,7 @@ class TraceWriter:
         while self._thread.is_alive() and self._stopped is None and self._written < taken:
             self._idle.clear()
             self._wake.set()
-            # Not for ever: the thread may end at any time.
+            # With a time limit: the thread may end at any time.
             self._idle.wait(0.01)
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class TraceWriter:
         for first in range(0, len(requests), self._chunk_visits):
             part = slice(first, first + self._chunk_visits)
             visits = Visits(np.array(requests[part], np.int32), seq_lens[part])
-            # There are several parts of one step alone.
+            # Only a single step can have several parts.
             pages = np.concatenate([x.pages.numpy()[:, part] for x in steps], axis=1)
             chunk = encode_chunk(STEP, encode_steps(visits, pages))
             if self._num_bytes + len(chunk) + _END_BYTES > self._max_bytes:

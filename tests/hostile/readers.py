@@ -13,8 +13,8 @@ from typing import Any
 from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
-from hisparse.eval.report import read_result, write_reports
 from hisparse.eval.results import Records
+from hisparse.eval.tables import make_tables, read_result
 from hisparse.options import read_text
 from hisparse.storage import FileStore, Namespace
 from hisparse.trace import SelectionTrace, adjacent_overlap, replay_hits
@@ -29,7 +29,7 @@ from hisparse.trace.prefix import (
 from hisparse.trace.replay import least_buffer
 from scripts import make_plots
 from tests.eval.synthetic_records import record
-from tests.eval.test_eval_report import result
+from tests.eval.test_tables import result
 from tests.storage.pages import NAMESPACE, contents, fill, key_of, page_file, read
 from tests.trace.made import write_trace
 
@@ -171,16 +171,6 @@ def _namespace(path: Path) -> None:
     assert Namespace.parse(found.text) == found
 
 
-def _page(folder: Path) -> Callable[[Path], None]:
-    def read(path: Path) -> None:
-        with warnings.catch_warnings():
-            # Matplotlib warns about figures that cannot be drawn to scale.
-            warnings.simplefilter("ignore")
-            write_reports([folder / "page.html"], [read_result(path)], "")
-
-    return read
-
-
 def _plot(kind: str, folder: Path, capture: Any) -> Callable[[Path], None]:
     def draw(words: list[str]) -> int:
         with warnings.catch_warnings():
@@ -213,10 +203,7 @@ def readers(folder: Path, capture: Any) -> list[Reader]:
         _reader("namespace", NAMESPACE.text.encode(), _namespace),
         _reader("settings", json.dumps(settings).encode(), lambda p: HiSparseConfig.parse(f"@{p}")),
         _reader("text", "Straße 😀\n".encode(), lambda path: read_text(path, "--text")),
-        _reader(
-            "report", quality, lambda p: write_reports([folder / "x.md"], [read_result(p)], "")
-        ),
-        _reader("page", quality, _page(folder), weight=1),
+        _reader("result", quality, lambda path: make_tables(read_result(path))),
         *(
             _reader(f"{kind} plot", content, _plot(kind, folder, capture), weight=1)
             for kind, content in (("quality", quality), ("speed", bench), ("trace", traces))
