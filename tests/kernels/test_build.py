@@ -23,7 +23,7 @@ from hisparse.kernels.build.cache import is_intact
 from hisparse.kernels.operation import OPERATIONS, Place
 from tests.kernels.world import World
 
-PAGE_TABLE, ON_CPU = OPERATIONS["page_table"], Place("cpu", "cpu")
+LRU_DIFF, ON_CPU = OPERATIONS["lru_diff"], Place("cpu", "cpu")
 
 SOURCE = """
 #include <tvm/ffi/function.h>
@@ -293,7 +293,7 @@ def test_without_a_library_all_works_and_it_is_said_once(
 ) -> None:
     spoil(sources, monkeypatch)
     with caplog.at_level(logging.WARNING):
-        assert PAGE_TABLE.implementation("auto", ON_CPU) is PAGE_TABLE.function("reference")
+        assert LRU_DIFF.implementation("auto", ON_CPU) is LRU_DIFF.function("reference")
         world = World(2, 4, Random(0), "auto")
         world.resize([0, 1], [4, 3])
         for _ in range(3):
@@ -302,11 +302,11 @@ def test_without_a_library_all_works_and_it_is_said_once(
     (record,) = caplog.records
     assert re.search(f"C\\+\\+ kernels are off, .*{why}", record.message)
     with pytest.raises(KernelError, match="implementation 'cpu': the library cannot be built"):
-        PAGE_TABLE.implementation("cpu", ON_CPU)
+        LRU_DIFF.implementation("cpu", ON_CPU)
 
 
 def test_tensors_elsewhere_go_to_the_reference() -> None:
     where = Place.of([torch.zeros(1), torch.zeros(1, device="meta")])
-    assert PAGE_TABLE.implementation("auto", where) is PAGE_TABLE.function("reference")
+    assert LRU_DIFF.implementation("auto", where) is LRU_DIFF.function("reference")
     with pytest.raises(KernelError, match="implementation 'cpu': tensors are on cpu, meta"):
-        PAGE_TABLE.implementation("cpu", where)
+        LRU_DIFF.implementation("cpu", where)

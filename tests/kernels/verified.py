@@ -29,11 +29,6 @@ def verified(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _page_table(device_pages: Any, rows: Any, slots: Any) -> None:
-    verify_indices("rows", rows, 0, device_pages.shape[0])
-    verify_indices("slots", slots, -1, device_pages.shape[1])
-
-
 def _promote_tail(rows: Any, page_index: Any, filled: Any, capacity: Any, *state: Any) -> None:
     num_states, slots = state[0].slot_pages.shape
     verify_indices("rows", rows, 0, num_states)
@@ -57,7 +52,6 @@ def _slots(slots: Any, pool: Any) -> None:
 
 
 _BEFORE: dict[str, Callable[..., None]] = {
-    "page_table": _page_table,
     "promote_tail": _promote_tail,
     "reset_rows": _changed_rows,
     "rebalance": _changed_rows,

@@ -21,7 +21,6 @@ __all__ = [
     "RowState",
     "diff_tables",
     "lru_diff",
-    "page_table",
     "verify_diff",
 ]
 
@@ -265,16 +264,6 @@ DIFF_TABLES = Operation(
     sizes=("K",),
     also=_selection_fits,
 )
-PAGE_TABLE = Operation(
-    __name__,
-    "page_table",
-    Arg("device_pages", _I32, "_ _"),
-    Arg("rows", _I64, "R"),
-    Arg("slots", _I32, "R K"),
-    results=(Result("table", _I32, "R K"),),
-    cpu=True,
-    cuda=True,
-)
 
 
 def lru_diff(
@@ -363,25 +352,6 @@ def diff_tables(
         width = selection.shape[1]
     tail_below = width + 1 if tail_below is None else tail_below
     return DiffTables(*run(selection, lengths, rows, state, page_size, width, tail_below))
-
-
-def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor, *, impl: str = "auto") -> Tensor:
-    """Look up the device pages of slots; on CUDA an index outside the table gives -1.
-
-    Args:
-        device_pages: ``[NR, C] int32``, of the rows' state.
-        rows: ``[R] int64``, state row of each row.
-        slots: ``[R, K] int32``, -1 for none.
-        impl: "auto", or an implementation's name.
-
-    Returns:
-        ``[R, K] int32``, -1 where ``slots`` is -1.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
-    """
-    table: Tensor = PAGE_TABLE(impl, device_pages, rows, slots)(device_pages, rows, slots)
-    return table
 
 
 def verify_diff(num_misses: Tensor, capacity: Tensor) -> None:
