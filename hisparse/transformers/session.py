@@ -254,7 +254,7 @@ class Session:
         self._updated = None
         policy = self.cache.coordinator.policy
         # A layer that does not exist is the cache's to refuse.
-        rule = policy.rules[min(layer_id, policy.kv.num_layers - 1)]
+        rule = policy.layer_rules[min(layer_id, policy.kv.num_layers - 1)]
         return self.cache.attend(layer_id, q, k, v, None, rule, sinks)
 
     def store(
