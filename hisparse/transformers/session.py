@@ -166,7 +166,7 @@ class StoredPages:
             part = keys[first : first + rows]
             buffers = [record.numpy().data for record in data[: len(part)]]
             found = self._store.get(self.namespace, part, buffers)
-            whole = [*found, False].index(False)
+            whole = next((i for i, ok in enumerate(found) if not ok), len(found))
             if whole:
                 self._serializer.write(
                     pages[first * per_record :][: whole * per_record], data[:whole]
