@@ -4,8 +4,6 @@ The environment variable ``HISPARSE_CPU_ISA`` names one: "native" (the default),
 So one machine can run the kernels of another; :func:`environment` restricts PyTorch alike.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,17 +19,12 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 class InstructionSet(NamedTuple):
-    """An instruction set.
+    """An instruction set."""
 
-    Attributes:
-        march: the compiler's ``-march``.
-        flags: flags in /proc/cpuinfo of a processor that has it.
-        limits: environment variables that limit PyTorch, oneDNN and MKL to it. They count only if
-            they are set before these libraries start.
-    """
-
-    march: str
-    flags: frozenset[str]
+    march: str  # the compiler's ``-march``
+    flags: frozenset[str]  # in /proc/cpuinfo of a processor that has it
+    # Environment variables that limit PyTorch, oneDNN and MKL to it. They count only if they are
+    # set before these libraries start.
     limits: Mapping[str, str]
 
 
