@@ -39,7 +39,7 @@ ESTIMATED = {
 }
 #: Part of the suite to the benchmarks that stand on it.
 SUITES = {
-    "lru": ["test_lru_diff.py", "test_diff_tables.py", "test_rebalance.py", "test_page_table.py"],
+    "lru": ["test_lru_diff.py", "test_diff_tables.py", "test_rebalance.py"],
     "transfer": ["test_transfer.py", "test_transfer_layers.py", "test_append_tokens.py"],
     "attention": [
         "test_attention.py",

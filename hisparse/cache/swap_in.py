@@ -20,8 +20,6 @@ from hisparse.kernels import (
     DecodeRows,
     DiffTables,
     diff_tables,
-    lru_diff,
-    page_table,
     verify_diff,
     verify_indices,
 )
@@ -214,23 +212,24 @@ class SwapIn:
         """
         heads, device = self._device.heads, self._device.device
         rows = torch.arange(slot * heads, (slot + 1) * heads, device=device)
-        pages = torch.arange(first, last, dtype=torch.int32, device=device)
+        # The last entry is the number of the request's pages.
+        pages = torch.arange(first, last + 1, dtype=torch.int32, device=device)
         # Filled on the device: a copy from the host would synchronise with the device.
         num_real = torch.full((1,), heads, dtype=torch.int32, device=device)
-        state = self._device.state(layer_id)
+        lengths = torch.full((heads,), last - first, dtype=torch.int32, device=device)
         capacity = self._device.capacity[rows]
-        diff = lru_diff(
-            pages.expand(heads, -1).contiguous(),
-            table[None],
-            capacity,
-            num_real,
-            state,
-            rows=rows,
+        # Nothing is attended here, so any numbers stand for the tail pages.
+        any_tails = (lengths, lengths)
+        placed = diff_tables(
+            pages[:-1].expand(heads, -1).contiguous(),
+            lengths,
+            DecodeRows(rows, capacity, num_real, table[None], pages[-1:], *any_tails),
+            self._device.state(layer_id),
+            page_size=self._host.kv.page_size,
         )
         if self._checked:
-            verify_diff(diff.num_misses, capacity)
-        loads = page_table(state.device_pages, rows, diff.load_device_slots)
-        self._gather(layer_id, diff.load_host_pages, loads, source)
+            verify_diff(placed.num_misses, capacity)
+        self._gather(layer_id, placed.load_host_pages, placed.loads, source)
 
 
 def check_selection(layer_id: int, selection: Selection, step: DecodeStep) -> None:

@@ -34,7 +34,6 @@ CUDA_TESTS = {
     "test_raw_queries",
     "test_lru_diff",
     "test_page_sketch",
-    "test_page_table",
     "test_rebalance",
     "test_select",
     "test_select_inputs",

@@ -17,9 +17,9 @@ from hisparse.kernels import (
     RowState,
     diff_tables,
     lru_diff,
-    page_table,
     verify_diff,
 )
+from hisparse.kernels.lru.reference import page_table
 from tests.kernels.world import World, i32, indexed
 from tests.sizes import sized
 
@@ -214,10 +214,10 @@ def test_tables_are_the_pages_of_what_lru_diff_finds(impl: str, seed: int) -> No
         found = diff_tables(selection, i32(lengths), own, fused, page_size=SIZE, impl=impl)
         inputs = (selection, table, worlds[1].capacity, real, apart)
         diff = lru_diff(*inputs, rows=index, num_pages=i32(num_pages), impl=impl)
-        attended = page_table(apart.device_pages, index, diff.curr_device_slots, impl=impl)
+        attended = page_table(apart.device_pages, index, diff.curr_device_slots)
         attended = torch.nn.functional.pad(attended, (0, 1), value=-1)
         attended.scatter_(1, i32(lengths)[:, None].long(), tails[:, None])
-        loads = page_table(apart.device_pages, index, diff.load_device_slots, impl=impl)
+        loads = page_table(apart.device_pages, index, diff.load_device_slots)
         assert torch.equal(found.attended, attended)
         assert torch.equal(found.loads, loads)
         assert torch.equal(found.load_host_pages, diff.load_host_pages)

@@ -29,11 +29,6 @@ def verified(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _page_table(device_pages: Any, rows: Any, slots: Any) -> None:
-    verify_indices("rows", rows, 0, device_pages.shape[0])
-    verify_indices("slots", slots, -1, device_pages.shape[1])
-
-
 def _promote_tail(rows: Any, page_index: Any, filled: Any, capacity: Any, *state: Any) -> None:
     num_states, slots = state[0].slot_pages.shape
     verify_indices("rows", rows, 0, num_states)
@@ -45,11 +40,9 @@ def _changed_rows(rows: Any, *tensors: Any) -> None:
     verify_indices("rows", rows, 0, states.slot_pages.shape[1])
 
 
-def _gather_pages(
-    src_k: Any, src_v: Any, src_pages: Any, dst_k: Any, dst_v: Any, dst_pages: Any, heads: int
-) -> None:
-    verify_indices("src_pages", src_pages, -1, src_k.shape[-4])
-    verify_indices("dst_pages", dst_pages, -1, dst_k.shape[-4])
+def _gather_pages(src: Any, src_pages: Any, dst: Any, dst_pages: Any, heads: int) -> None:
+    verify_indices("src_pages", src_pages, -1, src[0].shape[-4])
+    verify_indices("dst_pages", dst_pages, -1, dst[0].shape[-4])
 
 
 def _slots(slots: Any, pool: Any) -> None:
@@ -57,11 +50,10 @@ def _slots(slots: Any, pool: Any) -> None:
 
 
 _BEFORE: dict[str, Callable[..., None]] = {
-    "page_table": _page_table,
     "promote_tail": _promote_tail,
     "reset_rows": _changed_rows,
     "rebalance": _changed_rows,
     "gather_pages": _gather_pages,
-    "scatter_tokens": lambda dst_k, dst_v, k, v, slots: _slots(slots, dst_k),
-    "gather_tokens": lambda src_k, src_v, slots, *out: _slots(slots, src_k),
+    "scatter_tokens": lambda dst, tokens, slots: _slots(slots, dst[0]),
+    "gather_tokens": lambda src, slots, tokens: _slots(slots, src[0]),
 }

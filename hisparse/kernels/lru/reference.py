@@ -1,7 +1,5 @@
 """LRU bookkeeping in plain PyTorch: the oracle that the other implementations equal bitwise."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -267,5 +265,5 @@ def _malformed(diff: LruDiff, lengths: Tensor, num_real_rows: Tensor) -> Tensor:
 
 
 def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """See :func:`hisparse.kernels.page_table`."""
+    """Device pages ``[R, K] int32`` of ``slots [R, K]`` in ``rows [R]`` of a layer; -1 stays."""
     return device_pages[rows[:, None], slots.clamp(min=0)].masked_fill(slots < 0, -1)

@@ -1,4 +1,4 @@
-// page_table, diff_tables: the device pages behind slots.
+// diff_tables: lru_diff, and the device pages of its slots.
 #include "lru_diff.h"
 #include "tensors.h"
 
@@ -35,17 +35,6 @@ struct DevicePages {
     }
   }
 };
-
-void page_table(Arguments& in) {
-  const DevicePages pages(in.tensor());
-  const int64_t* row_of = in.data<const int64_t>("rows");
-  const TensorView slots = in.tensor();
-  const Rows<const int32_t> from = rows_of<const int32_t>(slots, "slots");
-  const Rows<int32_t> to = rows_of<int32_t>(in.tensor(), "table");
-  for (int64_t r = 0; r < slots.size(0); ++r) {
-    pages.look_up(pages.row(row_of[r]), from[r], slots.size(1), to[r], "slots");
-  }
-}
 
 // Whether the first `length` slots are those of different pages and the others are none.
 bool well_formed(const int32_t* slots, int64_t width, int64_t length, int32_t num_pages) {
@@ -111,7 +100,6 @@ void diff_tables(Arguments& in) {
   }
 }
 
-HISPARSE_EXPORT_KERNEL(page_table)
 HISPARSE_EXPORT_KERNEL(diff_tables)
 
 }  // namespace
