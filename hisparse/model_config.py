@@ -6,6 +6,7 @@ Transformers itself is imported by the functions that need it.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,16 @@ _WINDOW_KIND = "sliding_attention"
 #: Values of ``layer_types``.
 _LAYER_KINDS = {"full_attention", _WINDOW_KIND}
 
+#: Fields with which a configuration says that the model was trained to select what it attends.
+_SELECTING = re.compile(
+    r"(^|_)index(er)?_.*(topk|head|budget|block|pool|types|tokens)|^cli_factor$"
+    r"|sparse_(attention|attn|config|topk)|block_?sparse|compress_(ratio|rate)s?$|^(moba|nsa)_"
+)
+#: Those of an indexer that the algorithm ``dsa`` asks.
+_DSA_FIELDS = {"index_topk", "index_n_heads", "index_head_dim", "index_skip_topk_offset"}
+#: Values of a model without it: off, one token per key, an indexer in every layer ("F", "full").
+_OFF = (None, 0, 1, "F", "full")
+
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
@@ -37,6 +48,34 @@ def text_config(model: Any) -> Any:
         model: a transformers model or its configuration.
     """
     return getattr(model, "config", model).get_text_config(decoder=True)
+
+
+def check_selection(name: str, *configs: Any, dsa: bool = False) -> None:
+    """Refuse a model whose configuration says that it selects by itself what it attends.
+
+    Args:
+        name: of the model, for the message.
+        configs: of the model and of its decoder.
+        dsa: accept an indexer such as that of DeepSeek-V3.2.
+
+    Raises:
+        ConfigError: names the fields that say so, such as "indexer_budget".
+    """
+    fields = {field: x for config in configs for field, x in vars(config).items()}
+    found = {field for field, x in fields.items() if _SELECTING.search(field) and not _is_off(x)}
+    if found := found - _DSA_FIELDS if dsa else found:
+        raise ConfigError(
+            f"{name} was trained to select by itself what it attends ({', '.join(sorted(found))}); "
+            "expected attention over all tokens or a window, or in a server an indexer such as "
+            "that of DeepSeek-V3.2: one key per token, in every layer"
+        )
+
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, bool | dict):
+        return not value
+    values = value if isinstance(value, list | tuple | str) else (value,)
+    return all(each in _OFF for each in values)
 
 
 def read_dtype(model: Any) -> torch.dtype:
@@ -66,6 +105,7 @@ def read_model_shape(
     for attribute, feature in _UNSUPPORTED.items():
         if getattr(config, attribute, None):
             raise _unsupported(name, f"{feature} ({attribute}={getattr(config, attribute)})")
+    check_selection(name, config)
     other = sorted({*(getattr(config, "layer_types", None) or ())} - _LAYER_KINDS)
     if other:
         raise _unsupported(name, f"layers of other kinds ({', '.join(other)})")
@@ -164,6 +204,7 @@ def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
     """
     text = text_config(config)
     if getattr(text, "kv_lora_rank", None):
+        check_selection(text.model_type, text, dsa=True)
         if "linear_attention" in (getattr(text, "layer_types", None) or ()):
             raise ConfigError(
                 f"model: got {text.model_type!r} with layers of linear attention, whose states are "
@@ -221,9 +262,9 @@ def rotary_frequencies(
 
     # Transformers writes into it.
     text = copy.deepcopy(text_config(config))
-    found = getattr(text, "rope_parameters", None) or {}
+    ropes = getattr(text, "rope_parameters", None) or {}
     # Layers of different types may rotate differently.
-    by_layer = {None: found} if "rope_type" in found else found
+    by_layer = {None: ropes} if "rope_type" in ropes else ropes
     for layer_type, rope in by_layer.items():
         kind = rope.get("rope_type") if isinstance(rope, dict) and "rope_theta" in rope else None
         if kind == "default":

@@ -165,7 +165,7 @@ def check_fields(where: str, value: object, kind: type) -> None:
         raise ConfigError(f"{where}: got {quoted(value)}, expected an object")
     hints = get_type_hints(kind)
     if absent := sorted(hints.keys() - value.keys()):
-        raise ConfigError(f"{where} lacks {', '.join(absent)}")
+        raise ConfigError(f"{where}: got no {', '.join(absent)}, expected an object that has them")
     for name, hint in hints.items():
         inner: Any = get_args(hint)[0] if get_origin(hint) is list else None
         if not is_typeddict(inner):
@@ -213,12 +213,12 @@ def type_words(hint: Any) -> str:
 
 def meanings(cls: type) -> dict[str, str]:
     """The text of each attribute in the docstring of a class and of its bases, on one line."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         text = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
         for keys, meaning in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
-            found |= dict.fromkeys(keys.split(", "), " ".join(meaning.split()))
-    return found
+            texts |= dict.fromkeys(keys.split(", "), " ".join(meaning.split()))
+    return texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +234,7 @@ class StorageOptions:
         path: folder of the backend "file".
         size: most bytes of the backend "file"; the least recently used pages leave first. A
             fraction is of the file system's size. None: no limit.
-        policy: which pages leave first: the least recently used, the least often used, or those
-            that nobody used for ``ttl_s``.
-        ttl_s: seconds that an unused page stays, with the policy "ttl".
+        ttl_s: seconds that an unused page stays. None: until its space is needed.
         timeout_s: time limit of a call to the store, in seconds, with a second more for every 256
             MiB. Late pages are computed.
         threads: threads that load pages.
@@ -251,7 +249,6 @@ class StorageOptions:
     backend: str = "file"
     path: str | None = None
     size: MemorySize | None = None
-    policy: Literal["lru", "lfu", "ttl"] = "lru"
     ttl_s: float | None = None
     timeout_s: float = 5.0
     threads: int = 2
@@ -262,26 +259,18 @@ class StorageOptions:
     def __post_init__(self) -> None:
         if self.backend == "file" and not self.path:
             raise ConfigError("path is not set; expected the folder of the store")
-        own = {"path": None, "size": None, "policy": "lru", "ttl_s": None}
-        given = [name for name, default in own.items() if getattr(self, name) != default]
+        given = [name for name in ("path", "size", "ttl_s") if getattr(self, name) is not None]
         if self.backend != "file" and given:
             raise ConfigError(
                 f"{given[0]} is set for backend {quoted(self.backend)}; expected it only "
                 'for "file", and options for others'
             )
         if self.backend == "file" and self.options:
-            raise ConfigError(
-                'options are set for backend "file"; expected path, size, policy and ttl_s'
-            )
+            raise ConfigError('options are set for backend "file"; expected path, size and ttl_s')
         if "\0" in (self.path or ""):
             raise ConfigError(f"path: got {quoted(self.path)}, expected the name of a folder")
         if self.size is not None:
             parse_memory("size", self.size)
-        if (self.policy == "ttl") != (self.ttl_s is not None):
-            raise ConfigError(
-                f"ttl_s is {self.ttl_s} and policy {quoted(self.policy)}; expected ttl_s "
-                'exactly with the policy "ttl"'
-            )
         if self.ttl_s is not None and self.ttl_s <= 0:
             raise ConfigError(f"ttl_s: got {self.ttl_s}, expected seconds above 0")
         if not 0 < self.timeout_s < 3600:

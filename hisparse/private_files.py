@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,19 +101,6 @@ class PrivateFolder:
         if self.is_open_to_others():
             os.fchmod(self.fd, 0o700)
 
-    def tighten_files(self, names: re.Pattern[str]) -> None:
-        """Let nobody else open the files with these names, who may have had a way to them.
-
-        Raises:
-            NotPrivateError: another user owns one or can write to it.
-            OSError: the system refuses.
-        """
-        for entry in self.entries():
-            if names.match(entry.name) and entry.is_file(follow_symlinks=False):
-                self._check(entry.stat(follow_symlinks=False), self.path / entry.name)
-                # Closing a descriptor would end the locks that SQLite has in this process.
-                os.chmod(entry.name, 0o600, dir_fd=self.fd)
-
     def open(self, name: str, flags: int) -> int:
         """Open a file of the folder; a new one has mode 600.
 
@@ -156,16 +142,6 @@ class PrivateFolder:
                     with contextlib.suppress(FileExistsError):
                         os.close(self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
-    def check_path(self) -> None:
-        """Check that the path still leads to this folder, after something was opened by its path.
-
-        Raises:
-            NotPrivateError: another folder took its place.
-            OSError: it is gone.
-        """
-        if not os.path.samestat(os.stat(self.path), os.fstat(self.fd)):
-            raise NotPrivateError(f"{self.path} was replaced while it was opened")
-
     def entries(self) -> Iterator[os.DirEntry[str]]:
         """What is in the folder; ``path`` of an entry is its name."""
         # A descriptor of its own: two threads would move on the position of a common one.
@@ -198,15 +174,3 @@ class PrivateFolder:
     @staticmethod
     def _link_error(path: Path) -> NotPrivateError:
         return NotPrivateError(f"{path} is a link; expected a file or folder of its own: remove it")
-
-
-def lock_holder(fd: int) -> str:
-    """The process that has an open file locked for itself, as far as the system says."""
-    about = os.fstat(fd)
-    device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            match line.split():
-                case [_, "FLOCK", _, "WRITE", pid, file, *_] if file == f"{device}:{about.st_ino}":
-                    return f"process {pid}"
-    return "another process"

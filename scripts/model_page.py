@@ -36,6 +36,24 @@ marks models that SGLang runs with the code of transformers (`--model-impl trans
 bfloat16, tokens differ from those of `torch_native` after a while
 ([how-it-works.md](how-it-works.md)).
 
+## Models that select by themselves
+
+A model that was trained to attend what it selects is not served with another selection. hisparse
+serves the indexer of DeepSeek-V3.2 and GLM-5, with `dsa` ([deepseek.md](deepseek.md)). It refuses
+all other such models before they load, and so do `hisparse plan` and `HiSparseCache`. Fields of the
+configuration tell:
+
+| model | fields |
+| --- | --- |
+| Qwen4-Exp (QSA) | `indexer_budget`, `indexer_compress_ratio` |
+| MiniMax-M3 | `sparse_attention_config`, `index_topk_blocks` |
+| MiniCPM (InfLLM-V2) | `sparse_config` |
+| DeepSeek-V4 | `compress_ratios`, `index_topk` |
+| GLM-5-Next: a key for several tokens | `index_kpool` |
+| Hunyuan V4: layers share an indexer | `indexer_types`, `index_topk_freq` |
+| LongCat: tokens that are always kept | `index_local_tokens` |
+| any other | names like these |
+
 ## Hybrids
 
 A hybrid mixes attention with linear attention, convolution or a state space model (Mamba). Only the
@@ -45,8 +63,7 @@ sets the size. `dense_layers` and the label `layer` number layers as the model d
 
 Qwen3-Next, Kimi Linear and LFM2 give the tokens of transformers. Their other layers run with
 functions in PyTorch (`cpu_standins/`), because SGLang has them for GPUs and Intel's AMX only. Some
-models, such as LFM2, need `--disable-radix-cache`. Falcon H1 and Granite 4 have not run: their
-Mamba layers need a GPU.
+models, such as LFM2, need `--disable-radix-cache`.
 
 Hybrids are not served with `storage`, speculative decoding, prefill and decode servers, `--pp-size`
 or `--attn-dp-size`, and were not tested with several ranks. `hisparse plan` and `HiSparseCache`

@@ -141,7 +141,7 @@ class Report:
 def _round(value: float) -> float:
     """Four significant digits, and every digit before the point.
 
-    A fixed number of decimals would turn what is slow into 0 GB/s and small ratios into others.
+    A fixed number of decimals would show a low rate as 0 GB/s and change small ratios.
     """
     if value == 0 or not math.isfinite(value):
         return value

@@ -17,7 +17,6 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -84,14 +83,16 @@ class ServerClient:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
-    def stream(self, prompt: str | Sequence[int], max_new_tokens: int) -> Generation:
+    def stream(
+        self, prompt: str | Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
+    ) -> Generation:
         """Continue a text or token ids greedily, and time each event."""
         body: dict[str, Any] = {
             "stream": True,
             "sampling_params": {
                 "temperature": 0.0,
                 "max_new_tokens": max_new_tokens,
-                "ignore_eos": True,
+                "ignore_eos": ignore_eos,
             },
         }
         body |= {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
@@ -319,12 +320,7 @@ class ServerProcess(ServerClient):
     def __enter__(self) -> ServerProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-// diff_tables: lru_diff, and the device pages of its slots.
+// diff_tables: lru_diff, and the device pages of the slots that it chose.
 #include "lru_diff.h"
 #include "tensors.h"
 

@@ -6,13 +6,12 @@ from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.manager import SparseKVCacheManager
 from hisparse.cache.residency import RowCapacities
 from hisparse.cache.staging import Tile
-from hisparse.cache.swap_in import PageTable, check_selection
+from hisparse.cache.swap_in import check_selection
 
 __all__ = [
     "Counters",
     "DevicePool",
     "HostKVPool",
-    "PageTable",
     "RowCapacities",
     "SparseKVCacheManager",
     "Tile",

@@ -41,7 +41,10 @@ def write_tokens(new: StoredKV, dst: StoredKV, slots: Tensor) -> None:
 def append_tokens(
     new: StoredKV, host: StoredKV, host_slots: Tensor, device: StoredKV, tail_slots: Tensor
 ) -> None:
-    """Write tokens ``[B, H, D]`` to both pools; see :func:`hisparse.kernels.append_tokens`."""
+    """Write tokens ``[B, H, D]`` to both pools; see :func:`hisparse.kernels.append_tokens`.
+
+    ``host_slots [B] int64`` and ``tail_slots [R] int64`` are pages times S, plus offsets.
+    """
     for tokens, to_host, to_device in _pools(new, host, device):
         kernels.append_tokens(*tokens, to_host, host_slots, to_device, tail_slots)
 
@@ -55,7 +58,15 @@ def read_tokens(src: StoredKV, slots: Tensor) -> StoredKV:
 def move_pages(
     src: StoredKV, src_pages: Tensor, dst: StoredKV, dst_pages: Tensor, *, heads: int = 1
 ) -> None:
-    """Copy pages; see :func:`hisparse.kernels.gather_pages`."""
+    """Copy page ``src_pages[r, i]`` to page ``dst_pages[r, i]`` wherever both are >= 0.
+
+    Args:
+        src: pages ``[Psrc, Hs, S, D]`` as stored, and their scales ``[Psrc, Hs, S, 2]``, if any.
+        src_pages, dst_pages: ``[R, K] int32``, on the CPU or on the device of a pool.
+        dst: pages ``[Pdst, Hd, S, D]`` of the same dtypes. Hd is Hs, or 1: then row r gets head
+            ``r % heads * Hs // heads``.
+        heads: rows of a request.
+    """
     source, target = PagedKV(src.k, src.v), PagedKV(dst.k, dst.v)
     gather_pages(source, src_pages, target, dst_pages, heads=heads)
     if src.scales is not None and dst.scales is not None:
@@ -116,10 +127,14 @@ class KVReadWrite:
                 by_head = by_head.repeat_interleave(heads // new.shape[1], dim=0)
                 pages_kv[pages, :, : new.shape[0]] = by_head[:, None]
 
+    def find_tails(self, layer_id: int, step: DecodeStep) -> Tensor:
+        """``[R] int32``, device page of each row's tail as of now."""
+        return self._device.tail_pages[layer_id, step.rows.rows]
+
     def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
         kv, heads = self._host.kv, self._device.heads
-        pages = step.row_tails[layer_id].long()
+        pages = step.tails(layer_id).long()
         tails = StoredKV(*(each[pages] for each in self._device.stored(layer_id).tensors))
         k, v = self._host.format.decode(tails)
         if heads > 1:
@@ -140,37 +155,37 @@ class KVReadWrite:
 
         Returns:
             K, or K and V, of the full tail pages, each ``[B, Hkv, S, D]``; the entries of other
-            requests mean nothing.
+            requests are undefined.
         """
-        form = self._host.format
-        k, v = (*form.copied_parts(self._device.stored(layer_id)), None, None)[:2]
+        kv_format, tails = self._host.format, None
+        k, v = (*kv_format.copied_parts(self._device.stored(layer_id)), None, None)[:2]
+        if k is None:  # The kernel copies pages as they are; these have to be decoded.
+            tails = self.read_tails(layer_id, step)
         copies = promote_tail(
-            step.rows,
+            step.rows.rows,
             step.num_pages,
             filled,
-            step.capacity,
+            step.rows.capacity,
             self._device.state(layer_id),
             self._device.tail_pages[layer_id],
             pools=TailPools(k, v if with_values else None, self._host.kv.num_kv_heads),
         )
-        if k is None:
-            # Kernels copy pages as they are; these have to be decoded. They lie where they lay.
-            tails = self.read_tails(layer_id, step)
+        if tails is not None:
             return tails if with_values else tails[:1]
-        return form.join(copies).kv if with_values else copies
+        return kv_format.join(copies).kv if with_values else copies
 
     def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
         """The tail pages, in place or decoded."""
-        stored, pages = self._device.stored(layer_id), step.row_tails[layer_id]
+        stored, pages = self._device.stored(layer_id), step.tails(layer_id)
         if self._decode_pages is not None:
             stored, pages = self._decode_pages(stored, pages)
-        return TailPages(stored, pages, step.row_tail_lens)
+        return TailPages(stored, pages, step.rows.tail_lens)
 
     def host_pages(self, layer_id: int) -> PagedKV:
         """K and V of the host pool, each ``[host pages, Hkv, S, D]``.
 
         Raises:
-            HiSparseError: they are stored otherwise than in the model's dtype.
+            HiSparseError: the pool stores another dtype than the model's.
         """
         return self._host.format.in_place(self._host.stored(layer_id))
 
@@ -186,13 +201,13 @@ class KVReadWrite:
     def read_changed(
         self, layer_id: int, before: RowSnapshot, host_page_table: Tensor, tail_index: Tensor
     ) -> None:
-        """Read pages from host memory that rows have by their tables, but not in device memory.
+        """Read pages from host memory whose place in the rows' tables has changed.
 
         Args:
             layer_id: layer number.
-            before: the tables that tell what the device pages hold.
+            before: the tables before the change, which the bytes in device memory still match.
             host_page_table: ``[B, P] int32``, host pages of the rows' requests.
-            tail_index: ``[B] int32``, index of the tail page; -1: it is empty, or where it was.
+            tail_index: ``[B] int32``, index of the tail page; -1: it is empty, or did not move.
         """
         heads = self._device.heads
         now = self._device.save_rows(layer_id, before.rows, before.slot_pages.shape[1])

@@ -75,7 +75,6 @@ class SparseKVCacheManager:
 
     def end_forward(self) -> None:
         """Let the forward stream wait for all side work."""
-        self.loader.discard_early()
         if self.overlaps:
             self.staging.discard_next()
             self.streams.join_all()

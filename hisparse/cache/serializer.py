@@ -7,7 +7,7 @@ entries of a model's own indexer for the page's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -18,10 +18,6 @@ from hisparse.cache.kv_io import read_tokens, write_tokens
 
 #: Counted up when the order of bytes changes.
 FORMAT_VERSION: Final = 1
-#: Layers are grouped into parts of at least so many bytes, each with a checksum of its own.
-_PART_BYTES: Final = 256 * 1024
-#: The store's limit.
-_MAX_PARTS: Final = 64
 
 
 class PageSerializer:
@@ -35,8 +31,7 @@ class PageSerializer:
     Attributes:
         page_tokens: as given.
         pages_per_record: host pages of a record.
-        part_bytes: sizes of the parts of a record: consecutive layers.
-        record_bytes: their sum.
+        record_bytes: bytes of a record.
     """
 
     def __init__(self, host: HostKVPool, page_tokens: int, entries: Mapping[str, Tensor]) -> None:
@@ -44,17 +39,12 @@ class PageSerializer:
         self._kinds = [
             f"{n} {entries[n].dtype} {list(entries[n].shape[2:])}" for n in sorted(entries)
         ]
-        # PyTorch does not index float8.
-        self._entries = [
-            x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-            for x in (entries[name] for name in sorted(entries))
-        ]
+        self._entries = _sorted(entries)
         self.page_tokens = page_tokens
         self.pages_per_record = page_tokens // host.kv.page_size
         kv = host.kv
         per_page = sum(x[0, 0].nbytes for x in self._entries)
         layer = page_tokens * host.format.layer_token_bytes + self.pages_per_record * per_page
-        self.part_bytes = tuple(layer * n for n in _layers_per_part(kv.num_layers, layer))
         self.record_bytes = layer * kv.num_layers
 
     def describe(self) -> str:
@@ -99,17 +89,64 @@ class PageSerializer:
             for each in self._entries:
                 entries = take(each.dtype, len(pages), *each.shape[2:])
                 each[layer, pages.to(each.device)] = entries.to(each.device)
-        if any(each.is_cuda for each in self._entries):
-            # The forward that reads them runs on another stream.
-            torch.cuda.current_stream().synchronize()
+        _wait_for_writes(self._entries)
 
     def _slots(self, pages: Tensor) -> Tensor:
         size = self._host.kv.page_size
         return (pages[:, None] * size + torch.arange(size)).flatten()
 
 
-def _layers_per_part(num_layers: int, layer_bytes: int) -> list[int]:
-    """Layers of each part, as equal as can be."""
-    at_least = max(1, -(-_PART_BYTES // layer_bytes))
-    count = max(1, min(_MAX_PARTS, num_layers // at_least))
-    return [num_layers * (i + 1) // count - num_layers * i // count for i in range(count)]
+class EntrySerializer:
+    """Moves representations between the engine's tensors and the bytes of a store.
+
+    A record has the entries of one page of SGLang: by name, of all layers, of all its host pages.
+
+    Args:
+        entries: tensors ``[L, host pages, ...]``, by name.
+        pages_per_record: host pages of a page of SGLang.
+
+    Attributes:
+        pages_per_record: as given.
+        record_bytes: bytes of a record.
+    """
+
+    def __init__(self, entries: Mapping[str, Tensor], pages_per_record: int) -> None:
+        self._entries = _sorted(entries)
+        self.pages_per_record = pages_per_record
+        self.record_bytes = pages_per_record * sum(x[:, 0].nbytes for x in self._entries)
+
+    def read(self, pages: Tensor, out: Tensor) -> None:
+        """Copy entries of ``pages [n * pages_per_record] int64`` to ``out [n, bytes] uint8``."""
+        offset = 0
+        for each in self._entries:
+            found = each[:, pages.to(each.device)].cpu().contiguous()
+            by_record = found.view(len(found), len(out), -1).view(torch.uint8).transpose(0, 1)
+            width = by_record[0].numel()
+            out[:, offset : offset + width].view(by_record.shape).copy_(by_record)
+            offset += width
+
+    def write(self, pages: Tensor, data: Tensor) -> None:
+        """Copy records ``data [n, bytes] uint8`` to the entries of ``pages [n * per record]``."""
+        offset = 0
+        for each in self._entries:
+            shape = (len(each), len(pages), *each.shape[2:])
+            width = each[:, 0].nbytes * self.pages_per_record
+            by_record = data[:, offset : offset + width].view(len(data), len(each), -1)
+            # A copy, since the record may begin where the dtype does not.
+            copied = by_record.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            entries = copied.view(-1).view(each.dtype).view(shape)
+            each[:, pages.to(each.device)] = entries.to(each.device)
+            offset += width
+        _wait_for_writes(self._entries)
+
+
+def _sorted(entries: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors by their names. Those of one byte are integers: PyTorch does not index float8."""
+    found = (entries[name] for name in sorted(entries))
+    return [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in found]
+
+
+def _wait_for_writes(entries: Sequence[Tensor]) -> None:
+    """The forward that reads what was written runs on another stream."""
+    if any(each.is_cuda for each in entries):
+        torch.cuda.current_stream().synchronize()

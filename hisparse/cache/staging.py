@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,12 +67,10 @@ class Staging:
         self._host = host
         self._streams = streams
         self._num_pages = num_pages
-        self._format = host.format
-        form, heads = host.format, host.kv.num_kv_heads
-        self._buffers = [
-            form.join(form.new_pages((num_pages,), heads, device)) for _ in range(num_buffers)
-        ]
-        self._decoded = form.decoded_pages(num_pages, device)
+        self._format = kv_format = host.format
+        pages = (num_pages,), host.kv.num_kv_heads, device
+        self._buffers = [kv_format.join(kv_format.new_pages(*pages)) for _ in range(num_buffers)]
+        self._decoded = kv_format.decoded_pages(num_pages, device)
         staged = torch.arange(num_pages, dtype=torch.int32)
         # By the device of a tile's page numbers.
         self._staged = {"cpu": staged, device.type: staged.to(device)}
@@ -80,9 +79,35 @@ class Staging:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        form, tokens = self._format, self._num_pages * self._host.kv.page_size
-        stored = len(self._buffers) * form.layer_token_bytes
-        return tokens * (stored + form.decoded_token_bytes)
+        tokens = self._num_pages * self._host.kv.page_size
+        stored = len(self._buffers) * self._format.layer_token_bytes
+        return tokens * (stored + self._format.decoded_token_bytes)
+
+    def tiles(
+        self, layer_id: int, owner: int, host_pages: Tensor, end: int, first: int = 0
+    ) -> list[Tile]:
+        """Cut the pages of a request into tiles.
+
+        Args:
+            layer_id, owner: see :class:`Tile`.
+            host_pages: ``[P] int32``, host page of each page of the request.
+            end: position after the last token that is used.
+            first: index of the first page that is used.
+        """
+        size = self._host.kv.page_size
+        tiles = []
+        for page in range(first, -(-end // size), self._num_pages):
+            last = min(page + self._num_pages, -(-end // size))
+            pages = host_pages[page:last]
+            tiles.append(Tile(layer_id, owner, page, min(end, last * size), pages))
+        return tiles
+
+    def stream(
+        self, tiles: Sequence[Tile], next_tile: Tile | None = None
+    ) -> Iterator[tuple[Tile, PagedKV]]:
+        """Read tiles one after the other; :meth:`read` describes ``next_tile`` and the results."""
+        for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
+            yield tile, self.read(tile, following)
 
     def read(self, tile: Tile, next_tile: Tile | None = None) -> PagedKV:
         """Copy a tile to the device, and start copying the next one.

@@ -1,10 +1,9 @@
-"""Makes selected pages resident: finds the misses, loads them, returns the page table."""
+"""Makes selected pages resident: finds the missing ones and loads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,54 +15,8 @@ from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import move_pages
 from hisparse.cache.streams import Pending, SideStreams
 from hisparse.errors import HiSparseError, shorten
-from hisparse.kernels import (
-    DecodeRows,
-    DiffTables,
-    diff_tables,
-    verify_diff,
-    verify_indices,
-)
+from hisparse.kernels import DecodeRows, DiffTables, diff_tables, verify_diff, verify_indices
 from hisparse.types import Selection, StoredKV
-
-
-class PageTable(NamedTuple):
-    """The device pages that each row attends over.
-
-    Attributes:
-        pages: ``[R, P] int32``, device pages, the tail page last, then -1.
-        seq_lens: ``[R] int32``, tokens; every page but the tail page is full.
-    """
-
-    pages: Tensor
-    seq_lens: Tensor
-
-
-class Wanted(NamedTuple):
-    """What to make resident in a layer: the arguments of :meth:`SwapIn.swap_in`."""
-
-    step: DecodeStep
-    selection: Selection | None
-    width: int | None = None
-    tail_below: int | None = None
-
-    def of(self, step: DecodeStep) -> Wanted:
-        """The same for ``step``, which was taken from this one."""
-        chosen = self.selection
-        if chosen is not None:
-            chosen = Selection(chosen.pages[step.index], chosen.lengths[step.index])
-        return self._replace(step=step, selection=chosen)
-
-
-class _Early(NamedTuple):
-    """A swap-in that was started before its layer.
-
-    Attributes:
-        selection: what it loads.
-        loaded: its result.
-    """
-
-    selection: Selection | None
-    loaded: Pending[DiffTables]
 
 
 class SwapIn:
@@ -95,8 +48,6 @@ class SwapIn:
         self._checked = checked
         self._overlaps = overlaps
         self._malformed = counters.total("malformed_selections")
-        self._early: dict[int, _Early] = {}
-        self._log: list[Wanted] | None = None
 
     def swap_in(
         self,
@@ -107,96 +58,77 @@ class SwapIn:
         width: int | None = None,
         tail_below: int | None = None,
         followers: Sequence[int] = (),
-    ) -> PageTable:
-        """Make the selected pages resident, and return their device pages.
+    ) -> DiffTables:
+        """Make the selected pages resident.
 
         Args:
             layer_id: layer number.
             step: the requests that attend; its dense requests attend every page.
             selection: the selected pages; None: every page of every request.
-            width: the most pages of a request; None: those of the selection.
+            width: the most pages of a request; None: those of the selection, or of the contexts.
             tail_below: the tail page is attended beside fewer pages than this; None: always.
-            followers: later layers that share the selection. With overlap, their transfers start
-                here, after those of this layer.
+            followers: later layers that share the selection. With overlap, their loads start here,
+                after that of this layer.
+
+        Returns:
+            the device pages to attend, and what was loaded.
         """
-        wanted = Wanted(step, selection, width, tail_below)
         if self._checked and selection is not None:
             check_selection(layer_id, selection, step)
-        early = self._early.get(layer_id)
-        if early is not None and early.selection is selection:
-            del self._early[layer_id]
-            tables = early.loaded.join()
-        else:
-            tables = self._load(layer_id, wanted)
-        if self._overlaps:
-            for later in followers:
-                self._early[later] = _Early(selection, self._start(later, wanted))
+
+        def load(layer: int) -> DiffTables:
+            tables = self.diff(layer, step, selection, width, tail_below, self._malformed)
+            self._gather(layer, tables, step.rows.capacity, self._host.stored(layer))
+            return tables
+
+        early: dict[int, Pending[DiffTables]] = step.cache.early
+        tables = early.pop(layer_id).join() if layer_id in early else load(layer_id)
+        for later in followers if self._overlaps else ():
+            early[later] = self._streams.start("read", partial(load, later))
         self._counters.count_selected(layer_id, tables.num_hits, tables.num_misses)
         if self._checked:
             pages = tables.attended[:, :-1]
             attended = selection or step.every_page(pages.shape[1])
             check_resident(layer_id, attended, pages, step, self._host, self._device)
-        return PageTable(tables.attended, tables.seq_lens)
-
-    @contextmanager
-    def logged(self) -> Iterator[list[Wanted]]:
-        """Keep what is swapped in meanwhile, in order, for :meth:`replay`."""
-        log: list[Wanted] = []
-        self._log = log
-        try:
-            yield log
-        finally:
-            self._log = None
-
-    def replay(self, layer_id: int, wanted: Wanted) -> None:
-        """Change the rows' tables as :meth:`swap_in` does, and load no page."""
-        self._find(layer_id, wanted, malformed=None)
-
-    def discard_early(self) -> None:
-        """Forget early transfers that no layer joined; called at the end of a forward."""
-        self._early.clear()
-
-    def _start(self, layer_id: int, wanted: Wanted) -> Pending[DiffTables]:
-        return self._streams.start("read", lambda: self._load(layer_id, wanted))
-
-    def _load(self, layer_id: int, wanted: Wanted) -> DiffTables:
-        """Load the missing pages of a selection."""
-        if self._log is not None:
-            self._log.append(wanted)
-        tables = self._find(layer_id, wanted, self._malformed)
-        if self._checked:
-            verify_diff(tables.num_misses, wanted.step.capacity)
-        self._gather(layer_id, tables.load_host_pages, tables.loads, self._host.stored(layer_id))
         return tables
 
-    def _find(self, layer_id: int, wanted: Wanted, malformed: Tensor | None) -> DiffTables:
-        """What to attend and what to load; the rows' tables are those after the load."""
-        step, selection, width, tail_below = wanted
+    def diff(
+        self,
+        layer_id: int,
+        step: DecodeStep,
+        selection: Selection | None,
+        width: int | None = None,
+        tail_below: int | None = None,
+        malformed: Tensor | None = None,
+    ) -> DiffTables:
+        """Find the missing pages, and change the rows' tables as if they were loaded.
+
+        Args:
+            layer_id, step, selection, width, tail_below: as in :meth:`swap_in`.
+            malformed: ``[1] int64``, counts malformed selections; None: they are not counted.
+        """
+        if selection is None and width is None:
+            # A context that fits has at most as many pages as the largest row.
+            width = max(1, min(step.max_pages, self._device.max_row_pages))
         return diff_tables(
             None if selection is None else selection.pages.flatten(0, 1),
             None if selection is None else selection.lengths.flatten(),
-            DecodeRows(
-                step.rows,
-                step.capacity,
-                step.num_real_rows,
-                step.host_page_table,
-                step.num_pages,
-                step.row_tails[layer_id],
-                step.row_tail_lens,
-                step.dense,
-                malformed,
-            ),
+            step.rows._replace(tail_pages=step.tails(layer_id), malformed=malformed),
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
             width=width,
             tail_below=tail_below,
         )
 
-    def _gather(self, layer_id: int, pages: Tensor, loads: Tensor, source: StoredKV) -> None:
-        """Copy ``pages [R, K]`` of ``source`` to device pages ``loads [R, K]``."""
+    def _gather(
+        self, layer_id: int, tables: DiffTables, capacity: Tensor, source: StoredKV
+    ) -> None:
+        """Copy the missing pages from ``source``; ``capacity [R]`` is that of their rows."""
+        pages, heads = tables.load_host_pages, self._device.heads
         if self._checked:
+            verify_diff(tables.num_misses, capacity)
             verify_indices("src_pages", pages, -1, source.k.shape[0])
-        move_pages(source, pages, self._device.stored(layer_id), loads, heads=self._device.heads)
+        move_pages(source, pages, self._device.stored(layer_id), tables.loads, heads=heads)
 
     def place(
         self, layer_id: int, slot: int, first: int, last: int, source: StoredKV, table: Tensor
@@ -212,24 +144,26 @@ class SwapIn:
         """
         heads, device = self._device.heads, self._device.device
         rows = torch.arange(slot * heads, (slot + 1) * heads, device=device)
-        # The last entry is the number of the request's pages.
-        pages = torch.arange(first, last + 1, dtype=torch.int32, device=device)
-        # Filled on the device: a copy from the host would synchronise with the device.
-        num_real = torch.full((1,), heads, dtype=torch.int32, device=device)
-        lengths = torch.full((heads,), last - first, dtype=torch.int32, device=device)
+        pages = torch.arange(first, last, dtype=torch.int32, device=device)
         capacity = self._device.capacity[rows]
-        # Nothing is attended here, so any numbers stand for the tail pages.
-        any_tails = (lengths, lengths)
-        placed = diff_tables(
-            pages[:-1].expand(heads, -1).contiguous(),
-            lengths,
-            DecodeRows(rows, capacity, num_real, table[None], pages[-1:], *any_tails),
+        # Numbers are filled in on the device: a copy from the host would wait for the device.
+        tables = diff_tables(
+            pages.expand(heads, -1).contiguous(),
+            torch.full_like(capacity, last - first),
+            DecodeRows(
+                rows,
+                capacity,
+                num_real_rows=torch.full_like(capacity[:1], heads),
+                host_page_table=table[None],
+                num_pages=torch.full_like(capacity[:1], last),
+                # Nothing is attended, so the tails do not matter.
+                tail_pages=capacity,
+                tail_lens=capacity,
+            ),
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
         )
-        if self._checked:
-            verify_diff(placed.num_misses, capacity)
-        self._gather(layer_id, placed.load_host_pages, placed.loads, source)
+        self._gather(layer_id, tables, capacity, source)
 
 
 def check_selection(layer_id: int, selection: Selection, step: DecodeStep) -> None:

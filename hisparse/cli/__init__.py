@@ -53,7 +53,7 @@ def _leave(number: int, _: object) -> None:
 
 
 def _drop_output() -> None:
-    """Drop what standard output does not take: Python would report it once more at exit."""
+    """Close standard output if it cannot be written: Python would report the error at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -25,9 +22,6 @@ from hisparse.cli.terminal import (
     ratio,
     without_sglang_warnings,
 )
-from hisparse.errors import ConfigError
-from hisparse.eval.report import check_matplotlib
-from hisparse.kernels.build.isa import ISAS, check_isa, environment
 from hisparse_bench.decode import DecodeBench
 from hisparse_bench.kernels import KernelsBench, KernelsReport
 from hisparse_bench.load.options import LoadOptions, read_recipe
@@ -78,20 +72,6 @@ def add_parser(commands: Any) -> None:
         add_flag(each, "--device", str, "cpu or cuda", "cpu")
         add_flag(each, "--steps", number, "timed steps", 60)
         add_flag(each, "--seed", int, "seed of the inputs", 0)
-    for each in benches.choices.values():
-        text = "instruction set of the CPU kernels and of PyTorch (HISPARSE_CPU_ISA, else native)"
-        add_flag(each, "--isa", str, text, metavar="|".join(sorted(ISAS)))
-        each.set_defaults(run=functools.partial(_run_restricted, each.get_default("run")))
-
-
-def _run_restricted(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    if arguments.isa is not None:
-        check_isa("--isa", arguments.isa)
-        wanted = environment(arguments.isa, os.environ)
-        if wanted != dict(os.environ):
-            # PyTorch and its libraries read their limits when they are loaded: start again.
-            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)
-    return run(arguments)
 
 
 def _run(name: str, bench: type[Any], arguments: argparse.Namespace) -> int:
@@ -136,17 +116,9 @@ def _add_serve(benches: Any) -> None:
     )
     text = "a recipe; flags beside it replace its values"
     add_flag(parser, "--recipe", str, text, metavar="NAME|FILE")
-    add_flag(parser, "--plot", Path, "draw throughput and time per token", metavar="FILE.svg")
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    plot = arguments.plot
-    if plot is not None and plot.suffix != ".svg":
-        raise ConfigError(f"--plot: got {str(plot)!r}, expected a name that ends with .svg")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ConfigError(f"--plot: got {str(plot)!r}, expected a file in a folder that exists")
-    if plot is not None:
-        check_matplotlib("--plot")
     given = vars(arguments)
     values = {name: given[name] for name in LoadOptions.__dataclass_fields__ if name in given}
     if arguments.recipe is None:
@@ -181,7 +153,5 @@ def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequenc
                 seconds=round(time.monotonic() - started, 1),
             )
             _show(arguments, report)
-            if arguments.plot is not None:
-                arguments.plot.write_text(report.to_svg(), encoding="utf-8")
     measured = any(case.results for case in cases)
     return 0 if measured and all(case.gate != "failed" for case in cases) else 1

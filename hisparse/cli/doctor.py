@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -28,13 +27,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
     def show(console: Console) -> None:
         table = make_table("check", "status", "found")
-        for check in checks:
-            text = Text(check.message)
-            if check.remedy:
-                text.append(f"\n-> {check.remedy}", style="bold")
-            table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), text)
+        for name, (status, message, remedy) in checks.items():
+            text = Text(message)
+            if remedy:
+                text.append(f"\n-> {remedy}", style="bold")
+            table.add_row(name, Text(status, style=_STYLES[status]), text)
         console.print(table)
 
-    found = {"machine": provenance.machine(), "checks": [asdict(check) for check in checks]}
-    print_result(arguments, {"command": "doctor"} | found, show)
-    return 1 if any(check.status == "error" for check in checks) else 0
+    found = [{"name": name} | finding._asdict() for name, finding in checks.items()]
+    result = {"command": "doctor", "machine": provenance.machine(), "checks": found}
+    print_result(arguments, result, show)
+    return 1 if any(finding.status == "error" for finding in checks.values()) else 0

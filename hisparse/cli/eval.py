@@ -19,18 +19,20 @@ from hisparse.cli.terminal import (
     make_table,
     model,
     names,
+    number,
     numbers,
     print_figures,
     print_paragraph,
     print_result,
     progress_bar,
+    require,
 )
 from hisparse.config import HiSparseConfig
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError
 from hisparse.eval import TASKS, Evaluation, Method, make_cells, make_summary, parse_methods
 from hisparse.eval.models import MODELS, load, resolve
-from hisparse.eval.report import check_reports, make_short_tables, read_result, write_reports
+from hisparse.eval.tables import make_tables, read_result
 from hisparse.options import read_text
 
 #: The ceiling, the default and the floor.
@@ -51,26 +53,21 @@ def add_parser(commands: Any) -> None:
     add("--config", str, text, metavar="JSON", **repeated)
     add("--dtype", str, "dtype of the model; auto is its own", "auto", choices=_DTYPES)
     add("--context", numbers, "tokens of a document", [4096])
-    add("--seeds", int, "documents of each text and length", 1)
+    add("--seeds", number, "documents of each text and length", 1)
     text = "read documents from this file instead of the built-in texts; may be repeated"
     add("--text", Path, text, **repeated)
     add("--tasks", names, "only these of the built-in tasks, or tasks of lm-eval instead")
-    add("--limit", int, "documents of each task of lm-eval (all)")
+    add("--limit", number, "documents of each task of lm-eval (all)")
     text = "where records are kept; an interrupted run continues from them"
     add("--out", Path, text, Path("hisparse-eval"), metavar="FOLDER")
-    text = "also write the tables and plots as FILE.md or FILE.html"
-    add("--report", Path, text, **repeated)
-    text = "evaluate nothing: write --report from the output of earlier runs with --json"
+    text = "evaluate nothing: print the tables of the output of earlier runs with --json"
     add("--from", Path, text, dest="saved", metavar="RESULT.json", **repeated)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_reports(arguments.report)
     if arguments.saved:
-        return _report_saved(arguments)
+        return _print_saved(arguments)
     methods = parse_methods(arguments.algorithm, arguments.budget, arguments.config)
-    if arguments.seeds < 1:
-        raise ConfigError(f"--seeds: got {arguments.seeds}, expected at least 1")
     tasks = arguments.tasks or TASKS
     if others := [name for name in tasks if name not in TASKS]:
         if len(others) < len(tasks):
@@ -108,17 +105,12 @@ def _run(arguments: argparse.Namespace) -> int:
         "cells": make_cells(records),
         "summary": make_summary(records),
     }
-    write_reports(arguments.report, [result], result["line"])
     print_result(arguments, result, lambda console: _print_tables(console, result))
     return 0
 
 
 def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     """Run tasks of lm-eval. Their documents are fetched before the model is loaded."""
-    if arguments.report:
-        raise ConfigError("--tasks: got --report, which shows our own tasks; expected --json")
-    if arguments.limit is not None and arguments.limit < 1:
-        raise ConfigError(f"--limit: got {arguments.limit}, expected at least 1")
     try:
         from hisparse.eval.lm_eval_run import load_tasks, run_tasks
     except ImportError as error:
@@ -127,7 +119,7 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
             f"others {error.name} is not installed: pip install 'hisparse[lm-eval]'"
         ) from None
     tasks = load_tasks(
-        arguments.tasks, tokenizer=_find(arguments.model), contexts=arguments.context
+        arguments.tasks, tokenizer=resolve(arguments.model), contexts=arguments.context
     )
     net, tokenizer, _ = _load(arguments.model, arguments.dtype)
     scores = run_tasks(
@@ -157,30 +149,23 @@ def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
     """The command line, machine, versions and model of a result."""
     return {
         "command": "eval",
-        "line": _line(),
-        "date": provenance.now(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        "line": shlex.join(["hisparse", *sys.argv[1:]]),
+        **provenance.origin(),
         "model": arguments.model,
         "model_source": MODELS[arguments.model].source if arguments.model in MODELS else None,
         "context": arguments.context,
     }
 
 
-def _line() -> str:
-    return shlex.join(["hisparse", *sys.argv[1:]])
-
-
-def _report_saved(arguments: argparse.Namespace) -> int:
-    """Write reports from the JSON output of earlier runs."""
-    if not arguments.report or arguments.json:
-        got = "--json" if arguments.json else "no --report"
-        raise ConfigError(
-            f"--from: got {got}, expected --report FILE.md or FILE.html, and no --json"
-        )
-    results = [read_result(file) for file in arguments.saved]
-    write_reports(arguments.report, results, _line())
+def _print_saved(arguments: argparse.Namespace) -> int:
+    """Print the JSON output of earlier runs as tables."""
+    if arguments.json:
+        raise ConfigError("--from: got --json, expected files alone, which are printed as tables")
+    console = Console(highlight=False)
+    for result in map(read_result, arguments.saved):
+        about = (result["line"], result["date"], f"commit {result['commit']}", result["machine"])
+        console.print(f"\n{result['model']}: {', '.join(about)}", markup=False, soft_wrap=True)
+        _print_tables(console, result)
     return 0
 
 
@@ -191,21 +176,13 @@ def _check_different(flag: str, names: Sequence[object]) -> None:
             raise ConfigError(f"{flag}: got {name} more than once, expected it once")
 
 
-def _find(name: str) -> str:
-    """The folder of a model; the model is fetched if need be."""
-    return resolve(name, progress=lambda line: print(line, file=sys.stderr))
-
-
 def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
     import torch
 
-    folder = _find(name)
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError:
-        raise ConfigError(
-            "hisparse eval needs transformers: pip install 'hisparse[eval]'"
-        ) from None
+    require("transformers", "hisparse eval", "'hisparse[eval]'")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = resolve(name)
     net = load(AutoModelForCausalLM, folder, dtype=dtype).eval()
     if torch.cuda.is_available():
         net = net.cuda()
@@ -213,15 +190,12 @@ def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
 
 
 def _print_tables(console: Console, result: dict[str, Any]) -> None:
-    for table in make_short_tables(result):
+    for table in make_tables(result):
         console.print(f"\n[bold]{table.title}[/bold]")
-        print_figures(
-            console, table.heads, [[_shorten(cell) for cell in row] for row in table.rows]
-        )
+        # What is in brackets does not rank methods.
+        rows = [
+            [Text(cell.strip("[]"), style="dim" if cell.startswith("[") else "") for cell in row]
+            for row in table.rows
+        ]
+        print_figures(console, table.heads, rows)
         print_paragraph(console, table.note)
-
-
-def _shorten(cell: str) -> Text:
-    """A cell for a terminal; its interval is written with a dash, and brackets are grey."""
-    text = cell.removeprefix("[").removesuffix("]").replace(" to ", "\N{EN DASH}")
-    return Text(text, style="dim" if cell.startswith("[") else "")

@@ -17,7 +17,6 @@ from hisparse.cli.terminal import (
     make_table,
     print_paragraph,
     print_result,
-    ratio,
 )
 from hisparse.errors import ConfigError
 from hisparse.units import format_bytes, parse_memory
@@ -40,15 +39,13 @@ def add_parser(commands: Any) -> None:
     for name, text, run in (
         ("ls", "what a store holds", _list),
         ("check", "read every page and drop damaged ones (exit code 1: there were some)", _check),
-        ("gc", "give back the space of evicted pages, and evict more down to a size", _collect),
-        ("rm", "remove pages and give back their space", _remove),
+        ("gc", "evict the least recently used pages down to a size", _collect),
+        ("rm", "remove pages", _remove),
     ):
         parsers[name] = add_command(actions, name, text, run)
         parsers[name].add_argument("path", type=Path, metavar="PATH", help="folder of the store")
-    text = "evict the least recently used pages down to this, such as 100GiB (nothing)"
+    text = "the size, such as 100GiB (no limit)"
     add_flag(parsers["gc"], "--size", str, text, metavar="SIZE")
-    text = "copy together segments with a smaller share of live bytes"
-    add_flag(parsers["gc"], "--live-ratio", ratio, text, 0.5)
     which = parsers["rm"].add_mutually_exclusive_group(required=True)
     which.add_argument("--all", action="store_true", help="every page")
     text = "pages of one namespace: its key, or the beginning that ls prints"
@@ -97,16 +94,13 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _summary(report: StoreReport) -> str:
-    return (
-        f"{report.path}: {report.pages:,} pages, {format_bytes(report.live_bytes)}, in "
-        f"{report.segments:,} segments of {format_bytes(report.segment_bytes)}"
-    )
+    return f"{report.path}: {report.pages:,} pages, {format_bytes(report.bytes)}"
 
 
 def _check(arguments: argparse.Namespace) -> int:
     with _open(arguments) as store:
         report = store.verify()
-    lines = [f"{x.segment} at {x.offset:,}: page {x.key}: {x.reason}" for x in report.damaged]
+    lines = [f"{x.namespace[:_SHOWN]}: page {x.key}: {x.reason}" for x in report.damaged]
     total = f"{report.pages:,} pages, {format_bytes(report.bytes)}: {len(lines):,} damaged"
     _print(arguments, asdict(report), [*lines, total + (", dropped" if lines else "")])
     return int(bool(report.damaged))
@@ -117,22 +111,16 @@ def _collect(arguments: argparse.Namespace) -> int:
     if isinstance(size, float):
         raise ConfigError(f"--size: got {arguments.size!r}, expected a size such as 100GiB")
     with _open(arguments) as store:
-        return _report_collection(arguments, store, arguments.live_ratio, size=size)
+        store.collect(size)
+        return _report_removal(arguments, store, "evicted", store.counters["evicted"])
 
 
-def _report_collection(
-    arguments: argparse.Namespace,
-    store: FileStore,
-    live_ratio: float,
-    removed: int = 0,
-    size: int | None = None,
+def _report_removal(
+    arguments: argparse.Namespace, store: FileStore, done: str, removed: int
 ) -> int:
-    given_back = store.collect(live_ratio, size)
-    evicted = store.counters["evicted"]
-    left = store.describe()
-    found = {"removed": removed, "evicted": evicted, "bytes": given_back, "pages": left.pages}
-    done = f"{removed:,} pages removed, " if arguments.action == "rm" else ""
-    line = f"{done}{evicted:,} evicted, {format_bytes(given_back)} given back"
+    given_back, left = store.counters["collected_bytes"], store.describe()
+    found = {done: removed, "bytes": given_back, "pages": left.pages}
+    line = f"{removed:,} pages {done}, {format_bytes(given_back)} given back"
     _print(arguments, found, [line, _summary(left)])
     return 0
 
@@ -149,4 +137,6 @@ def _remove(arguments: argparse.Namespace) -> int:
                 raise ConfigError(f"--namespace: got {given!r}, expected one of: {choices}")
             namespace = known[matches[0]]
         unused_s = None if arguments.unused_days is None else arguments.unused_days * _DAY_S
-        return _report_collection(arguments, store, 1.0, store.remove(namespace, None, unused_s))
+        removed = store.remove(namespace, None, unused_s)
+        store.collect()  # Contexts leave with their last page.
+        return _report_removal(arguments, store, "removed", removed)

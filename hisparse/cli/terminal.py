@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import textwrap
 import warnings
@@ -17,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from hisparse.errors import ConfigError
 
 #: Characters of a message, which may quote what was given.
 _MOST: Final = 1000
@@ -41,8 +44,8 @@ class Values:
 
     Attributes:
         read: reads one value; raises ``ValueError`` for another text.
-        expected: such values in words, for messages.
-        metavar: stands for one value in ``--help``.
+        expected: the valid values in words, for messages.
+        metavar: name of one value in ``--help``.
         fits: whether a value is in range.
         several: whether the flag takes a list of values, with commas between them.
     """
@@ -177,7 +180,7 @@ def print_paragraph(console: Console, text: str, indent: str = "", hanging: int 
 
 
 def print_figures(console: Console, heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
-    """Rows of a label and figures; a label that is too long stands on a line of its own.
+    """Rows of a label and figures; a label that is too long gets a separate line.
 
     Args:
         console: where.
@@ -200,8 +203,23 @@ def print_figures(console: Console, heads: Sequence[str], rows: Sequence[Sequenc
         console.print(line, soft_wrap=True)
 
 
+def require(package: str, user: str, install: str) -> None:
+    """Check that a package that only some commands need is installed.
+
+    Args:
+        package: its module.
+        user: the command or flag that needs it.
+        install: what to give to ``pip install``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{user}: got no package {package}, expected it: pip install {install}")
+
+
 def progress_bar() -> Progress:
-    """Shows the task under way on standard error, and nothing where that is no terminal."""
+    """A progress bar on standard error; hidden if that is not a terminal."""
     console = Console(stderr=True)
     options: dict[str, Any] = {"transient": True, "disable": not console.is_terminal}
     columns = (BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn())

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from hisparse.cli.terminal import add_command, add_flag, make_table
+from hisparse.cli.terminal import add_command, add_flag, make_table, require
 from hisparse.errors import ConfigError, one_line, quoted
 from hisparse.units import format_bytes, parse_seconds
 
@@ -83,66 +83,32 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _table(found: dict[str, Any]) -> Table:
-    """One line for each thing to look at."""
+    """What :func:`view` found, a line for each value; those that are not known are left out."""
     ranks = f", {found['ranks']} ranks" if found["ranks"] > 1 else ""
     title = f"{', '.join(found['models'])} at {found['url']}{ranks}, last {found['seconds']:g} s"
     table = make_table("what", "now", right=("now",), title=title)
-    requests, hits, rates = found["requests"], found["hit_ratio"], found["per_second"]
-    tokens, latency = found["tokens"], found["latency_s"]
-    sizes = {
-        place: [x for name, x in found["bytes"].items() if name.startswith(place) and x]
-        for place in ("host", "device")
-    }
-    rows = {
-        "requests running": _number(requests["running"]),
-        "requests queued": _number(requests["queued"]),
-        "requests retracted since the start": _number(requests["retracted"]),
-        "tokens in the host pool": _filled(**tokens["host"]),
-        "tokens of device pages": _filled(**tokens["device"]),
-        "hit ratio": _share(hits["recent"]),
-        "hit ratio since the start": _share(hits["since_start"]),
-    }
-    for layer, ratio in found["hit_ratio_by_layer"].items():
-        rows[f"hit ratio of layer {layer} since the start"] = _share(ratio)
-    rows |= {
-        "prompt tokens a second": _number(rates["prompt_tokens"]),
-        "output tokens a second": _number(rates["output_tokens"]),
-        "read from host memory by decoding, a second": _bytes(rates["decode_read_bytes"]),
-        "read from host memory by prefill, a second": _bytes(rates["prefill_read_bytes"]),
-        "written to host memory, a second": _bytes(rates["written_bytes"]),
-        "time to first token, mean": _time(latency["time_to_first_token"]),
-        "time per output token, mean": _time(latency["request_time_per_output_token"]),
-        "time of a request, mean": _time(latency["e2e_request_latency"]),
-        "host memory": _bytes(sum(sizes["host"])),
-        "device memory": _bytes(sum(sizes["device"])),
-    }
-    for name, count in found["faults"].items():
-        if count:
-            rows[f"{name.replace('_', ' ')} since the start"] = _number(count)
-    for row in rows.items():
-        table.add_row(*row)
+    for place, tokens in found["tokens"].items():
+        if tokens["total"] and tokens["used"] is not None:
+            share = tokens["used"] / tokens["total"]
+            now = f"{tokens['used']:,.0f} of {tokens['total']:,.0f} ({share:.0%})"
+            table.add_row(f"tokens {place}", now)
+    groups = {k: v for k, v in found.items() if isinstance(v, dict) and k != "tokens"}
+    for group, values in groups.items():
+        for name, value in values.items():
+            if value or (value == 0 and group != "faults"):
+                label = f"{group.removesuffix('_s')} {name}".replace("_", " ")
+                table.add_row(label, _format(group, name, value))
     return table
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
-
-
-def _filled(used: float | None, total: float | None) -> str:
-    share = f" ({used / total:.0%})" if total and used is not None else ""
-    return f"{_number(used)} of {_number(total)}{share}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _bytes(value: float | None) -> str:
-    return "-" if value is None else format_bytes(int(value))
-
-
-def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000 * seconds:,.1f} ms"
+def _format(group: str, name: str, value: float) -> str:
+    if group.startswith("hit_ratio"):
+        return f"{value:.1%}"
+    if group == "latency_s":
+        return f"{1000 * value:,.1f} ms"
+    if group == "bytes" or name.endswith("_bytes"):
+        return format_bytes(int(value))
+    return f"{value:,.0f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,11 +153,9 @@ def read(url: str) -> Reading:
         ConfigError: there is no such server, or its metrics are not those of a server with
             hisparse.
     """
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ImportError:
-        message = "hisparse top needs prometheus-client: pip install prometheus-client"
-        raise ConfigError(message) from None
+    require("prometheus_client", "hisparse top", "prometheus-client")
+    from prometheus_client.parser import text_string_to_metric_families
+
     page, now = _fetch(f"{url}/metrics"), time.monotonic()
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
@@ -200,7 +164,7 @@ def read(url: str) -> Reading:
                 if math.isfinite(sample.value):
                     samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except (ValueError, KeyError, IndexError):
-        # The parser's own errors for a page of another kind.
+        # The parser raises these for a page that is not Prometheus text.
         raise ConfigError(
             f"{url}/metrics: got {quoted(page[:40])}, expected Prometheus metrics"
         ) from None

@@ -24,11 +24,10 @@ from hisparse.cli.terminal import (
 )
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
-from hisparse.eval.record_trace import DEFAULTS, record_algorithms, tokenizer_of
-from hisparse.eval.report import check_matplotlib
+from hisparse.eval.record_trace import DEFAULTS, record_text, tokenizer_of
+from hisparse.options import parse_object
 from hisparse.trace import SelectionTrace
 from hisparse.trace.prefix import (
-    PrefixPoint,
     are_prefixes,
     convert_sglang,
     describe_prefix,
@@ -73,8 +72,6 @@ def add_parser(commands: Any) -> None:
     add_flag(replay, "--capacity", numbers, text)
     text = "seconds that an unused block stays in a prefix cache, or none (none)"
     add_flag(replay, "--ttl", _SECONDS, text)
-    text = "draw hit ratio and bytes against the size of the buffer"
-    add_flag(replay, "--plot", Path, text, metavar="FILE.svg")
     text = "the smallest device_buffer_size for a hit ratio"
     smallest = add_command(actions, "recommend", text, _recommend)
     text = "share of the selected pages that must be on the device"
@@ -90,17 +87,16 @@ def _add_record(actions: Any) -> None:
         '"trace": "FILE" in --hisparse-config'
     )
     parser = add_command(actions, "record", text, _record, json=False)
-    text = "the trace; with several algorithms their names are added"
-    add_flag(parser, "--out", Path, text, required=True)
+    add_flag(parser, "--out", Path, "the trace", required=True)
     add_flag(parser, "--model", model, "the model (smollm2-135m)")
     # Without defaults: a flag that was given wins over --config, and is refused with --exported.
     group = parser.add_argument_group("of a model")
     add_flag(group, "--context", number, f"tokens of the prompt ({DEFAULTS['context']})")
     add_flag(group, "--steps", number, f"decode steps ({DEFAULTS['steps']})")
-    add_flag(group, "--budget", number, f"tokens attended per step ({DEFAULTS['budget']})")
+    add_flag(group, "--budget", number, "tokens attended per step")
     text = "the text that it reads, prompt and steps (the built-in texts)"
     add_flag(group, "--text", Path, text)
-    add_flag(group, "--algorithm", names, "algorithms (sketch)")
+    add_flag(group, "--algorithm", str, "the algorithm")
     text = "further settings, as in --hisparse-config"
     add_flag(group, "--config", str, text, metavar="JSON")
     group = parser.add_argument_group("of prefixes")
@@ -110,40 +106,37 @@ def _add_record(actions: Any) -> None:
 
 
 def _record(arguments: argparse.Namespace) -> int:
-    given = vars(arguments)
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    settings = {name: given[name] for name in ("algorithm", "budget") if name in given}
+    sizes = {name: given.get(name, default) for name, default in DEFAULTS.items()}
     if arguments.exported is not None:
-        _refuse(arguments, (*DEFAULTS, "text", "algorithm", "config"), "--exported, which does")
+        flags = (*DEFAULTS, "budget", "text", "algorithm", "config")
+        _refuse(arguments, flags, "--exported, which does")
         tokenize = None if arguments.model is None else tokenizer_of(arguments.model)
         size = arguments.block_size or _BLOCK
         write_prefix(arguments.out, convert_sglang(arguments.exported, size, tokenize))
         print(arguments.out)
         return 0
     if arguments.block_size is not None:
-        raise ConfigError("--block-size: expected --exported with it; add that, or leave it out")
-    sizes = {name: given[name] for name in DEFAULTS if given[name] is not None}
-    console = Console(stderr=True)
-    with console.status(f"reading {arguments.model or 'the model'}") as status:
-        for path in record_algorithms(
-            arguments.model,
+        raise ConfigError(
+            f"--block-size: got {arguments.block_size} without --exported, expected both or none"
+        )
+    with Console(stderr=True).status("reading the model") as status:
+        path = record_text(
+            arguments.model or "smollm2-135m",
             arguments.out,
-            algorithms=arguments.algorithm,
-            config=arguments.config,
+            settings=parse_object(arguments.config or "{}", "--config", '{"page_size": 32}')
+            | settings,
             text=arguments.text,
-            sizes=sizes,
             progress=status.update,
-        ):
-            print(path, flush=True)
+            **sizes,
+        )
+    print(path)
     return 0
 
 
-def _origin(action: str) -> dict[str, Any]:
-    return {
-        "command": f"trace {action}",
-        "date": provenance.now(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
-    }
+def _result(action: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"command": f"trace {action}", **provenance.origin(), "traces": traces}
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -155,7 +148,7 @@ def _show(arguments: argparse.Namespace) -> int:
         for file in arguments.files:
             with SelectionTrace(file) as trace:
                 found.append(describe(file, trace) | overlaps(trace))
-    result = _origin("show") | {"traces": found}
+    result = _result("show", found)
     print_result(arguments, result, lambda console: shown(console, found))
     return 0
 
@@ -191,33 +184,25 @@ def _refuse(arguments: argparse.Namespace, flags: Sequence[str], kind: str) -> N
     for flag in flags:
         if getattr(arguments, flag) is not None:
             raise ConfigError(
-                f"--{flag.replace('_', '-')}: got it with {kind} not use it; leave it out"
+                f"--{flag.replace('_', '-')}: got it with {kind} not use it, expected it left out"
             )
 
 
 def _replay(arguments: argparse.Namespace) -> int:
     if are_prefixes(arguments.files):
-        _refuse(arguments, ("device_buffer_size", "policy", "plot"), "prefix traces, which do")
+        _refuse(arguments, ("device_buffer_size", "policy"), "prefix traces, which do")
         ttls = arguments.ttl or [None]
         found = [replay_all(x, arguments.capacity, ttls) for x in arguments.files]
-        result = _origin("replay") | {"traces": found}
+        result = _result("replay", found)
         print_result(arguments, result, lambda console: _print_prefixes(console, found))
         return 0
     _refuse(arguments, ("capacity", "ttl"), "traces of selections, which do")
-    policies, plot = list(dict.fromkeys(arguments.policy or ["lru"])), arguments.plot
+    policies = list(dict.fromkeys(arguments.policy or ["lru"]))
     for policy in policies:
         if policy not in POLICIES:
             raise ConfigError(f"--policy: {unknown_name('policy', policy, POLICIES)}")
-    if plot is not None and plot.suffix != ".svg":
-        raise ConfigError(f"--plot: got {str(plot)!r}, expected a file.svg")
-    if plot is not None:
-        check_matplotlib("--plot")
     found = [replay_trace(x, policies, arguments.device_buffer_size) for x in arguments.files]
-    if plot is not None:
-        from hisparse.eval.plots import to_svg, trace_figure
-
-        plot.write_text(to_svg(trace_figure(found)), encoding="utf-8")
-    result = _origin("replay") | {"traces": found}
+    result = _result("replay", found)
     print_result(arguments, result, lambda console: _print_replay(console, found))
     return 0
 
@@ -254,7 +239,7 @@ def _recommend(arguments: argparse.Namespace) -> int:
                 f"({about['file']}).",
             )
 
-    print_result(arguments, _origin("recommend") | {"traces": found}, show)
+    print_result(arguments, _result("recommend", found), show)
     return 0
 
 
@@ -275,20 +260,18 @@ def _print_prefixes(console: Console, found: Sequence[dict[str, Any]]) -> None:
         if "points" not in about:
             continue
         figures = ("capacity", "ttl s", "hits", "peak")
-        table = make_table(*figures, "front", right=figures)
+        table = make_table(*figures, right=figures)
         for point in about["points"]:
-            own = PrefixPoint(**{k: v for k, v in point.items() if k != "pareto"})
             table.add_row(
-                f"{own.capacity:,}",
-                "-" if own.ttl_s is None else f"{own.ttl_s:g}",
-                f"{own.hit_ratio:.1%}",
-                f"{own.peak_tokens:,}",
-                "*" if point["pareto"] else "",
+                f"{point['capacity']:,}",
+                "-" if point["ttl_s"] is None else f"{point['ttl_s']:g}",
+                f"{point['hit_ratio']:.1%}",
+                f"{point['peak_tokens']:,}",
             )
         console.print(table)
     if "points" in found[0]:
         print_paragraph(
             console,
             "capacity, peak: tokens that the cache may hold, and held at most. hits: prompt tokens "
-            "that it held. *: no other cache holds at most as much and hits at least as often.",
+            "that it held.",
         )

@@ -8,12 +8,11 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hisparse.cache.allocate import memlock_limit, zeros
 from hisparse.cache.numa import free_bytes
@@ -26,33 +25,18 @@ from hisparse.units import format_bytes, resolve_memory
 Status = Literal["ok", "warning", "error"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of a check.
 
     Attributes:
-        name: what was checked.
         status: "error" if hisparse cannot serve, "warning" if a part of it does not work.
         message: what was found, one line.
         remedy: what to do, one line; "" if there is nothing to do.
     """
 
-    name: str
     status: Status
     message: str
     remedy: str = ""
-
-
-def _ok(name: str, message: str) -> list[Finding]:
-    return [Finding(name=name, status="ok", message=message)]
-
-
-def _warning(name: str, message: str, remedy: str = "") -> list[Finding]:
-    return [Finding(name=name, status="warning", message=message, remedy=remedy)]
-
-
-def _error(name: str, message: str, remedy: str = "") -> list[Finding]:
-    return [Finding(name=name, status="error", message=message, remedy=remedy)]
 
 
 #: Packages, and what each is needed for.
@@ -63,17 +47,16 @@ _OPTIONAL = (
     ("flashinfer-python", "adapter flashinfer"),
     ("flash-attn", "adapter flash_attention without SGLang's own"),
     ("lm_eval", "tasks of lm-evaluation-harness"),
-    ("matplotlib", "plots"),
     ("prometheus-client", "metrics"),
 )
 
 
-def python() -> list[Finding]:
+def python() -> Finding:
     """The interpreter."""
-    return _ok("python", f"{platform.python_version()}, {sys.executable}")
+    return Finding("ok", f"{platform.python_version()}, {sys.executable}")
 
 
-def torch_version() -> list[Finding]:
+def torch_version() -> Finding:
     """The installed torch, and the one that SGLang asks for."""
     import torch
 
@@ -84,8 +67,8 @@ def torch_version() -> list[Finding]:
         message += f"; sglang {install.installed_release()} asks for torch {wanted}"
         if torch.version.cuda:
             remedy = f"its CUDA kernels are built for that torch: pip install torch=={wanted}"
-            return _warning("torch", message, remedy)
-    return _ok("torch", message)
+            return Finding("warning", message, remedy)
+    return Finding("ok", message)
 
 
 def sglang_pin(package: str) -> str | None:
@@ -98,30 +81,30 @@ def sglang_pin(package: str) -> str | None:
     return next((match[1] for line in lines if (match := pin.match(line))), None)
 
 
-def sglang_version() -> list[Finding]:
+def sglang_version() -> Finding:
     """Whether the installed SGLang is the release that hisparse supports."""
     found = install.installed_release()
     if found is not None and install.is_supported(found):
-        return _ok("sglang", f"{found}, the supported release")
+        return Finding("ok", f"{found}, the supported release")
     message = f"got {found or 'none'}, expected {install.RELEASE}"
-    return _error("sglang", message, f"pip install sglang=={install.RELEASE}")
+    return Finding("error", message, f"pip install sglang=={install.RELEASE}")
 
 
-def plugin_visible() -> list[Finding]:
+def plugin_visible() -> Finding:
     """Whether SGLang finds the entry point, and ``SGLANG_PLUGINS`` allows it."""
     found = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "hisparse"]
     if not found:
         message = "the entry point hisparse of the group sglang.srt.plugins is not installed"
         remedy = "install the package (pip install .) instead of putting it on PYTHONPATH"
-        return _error("plugin", message, remedy)
+        return Finding("error", message, remedy)
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and "hisparse" not in [name.strip() for name in allowed.split(",")]:
         message = f"SGLANG_PLUGINS is {allowed!r}, which excludes hisparse"
-        return _error("plugin", message, f"export SGLANG_PLUGINS={allowed},hisparse, or unset it")
-    return _ok("plugin", f"entry point {found[0].value}")
+        return Finding("error", message, f"export SGLANG_PLUGINS={allowed},hisparse, or unset it")
+    return Finding("ok", f"entry point {found[0].value}")
 
 
-def optional_packages() -> list[Finding]:
+def optional_packages() -> Finding:
     """Packages that only parts of hisparse need."""
     found, absent = [], []
     for name, use in _OPTIONAL:
@@ -130,17 +113,17 @@ def optional_packages() -> list[Finding]:
         except PackageNotFoundError:
             absent.append(f"{name} ({use})")
     message = "; ".join((", ".join(found) or "none", f"without {', '.join(absent) or 'none'}"))
-    return _ok("optional packages", message)
+    return Finding("ok", message)
 
 
 _TIMEOUT_S = 120
 
 
-def hooks() -> list[Finding]:
-    """Load the plug-in as SGLang does, in a process of its own."""
+def hooks() -> Finding:
+    """Load the plug-in as SGLang does, in a separate process."""
     found_release = install.installed_release()
     if found_release is None or not install.is_supported(found_release):
-        return _warning("hooks", f"not checked: sglang {install.RELEASE} is not installed")
+        return Finding("warning", f"not checked: sglang {install.RELEASE} is not installed")
     import torch
 
     environment = os.environ | {"SGLANG_PLUGINS": "hisparse", "OMP_NUM_THREADS": "1"}
@@ -153,14 +136,15 @@ def hooks() -> list[Finding]:
         )
         found = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return _broken([f"importing SGLang took more than {_TIMEOUT_S} s"])
+        found = {"problems": [f"importing SGLang took more than {_TIMEOUT_S} s"]}
     except (IndexError, ValueError):
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        return _error("hooks", f"SGLang cannot be imported: {last[:300]}", _packages())
+        return Finding("error", f"SGLang cannot be imported: {last[:300]}", _packages())
     if found["problems"]:
-        return _broken(found["problems"])
+        remedy = f"install sglang {install.RELEASE}, complete"
+        return Finding("error", "; ".join(found["problems"]), remedy)
     message = f"all {found['hooks']} hooks fit, and the {found['used']} other names in use exist"
-    return _ok("hooks", message)
+    return Finding("ok", message)
 
 
 def _packages() -> str:
@@ -171,77 +155,71 @@ def _packages() -> str:
     return f"{asks}: {wanted}" if wanted else asks
 
 
-def _broken(problems: Sequence[str]) -> list[Finding]:
-    remedy = f"install sglang {install.RELEASE}, complete"
-    return [finding for problem in problems for finding in _error("hooks", problem, remedy)]
-
-
-#: With less free memory, a server can hardly hold its own processes.
+#: With less free memory, the processes of a server hardly fit.
 _LITTLE_BYTES = 4 * 2**30
 
 _NODES = Path("/sys/devices/system/node")
 
 
-def device() -> list[Finding]:
+def device() -> Finding:
     """The GPUs that PyTorch finds."""
     import torch
 
     if not torch.cuda.is_available():
         message = "PyTorch finds no CUDA GPU, so SGLang serves on the CPU, which is for tests only"
         remedy = "on a machine with a GPU: check nvidia-smi, and that torch is a CUDA build"
-        return _warning("device", message, remedy)
-    checks = []
+        return Finding("warning", message, remedy)
+    messages = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free = format_bytes(torch.cuda.mem_get_info(index)[0])
-        message = f"{about.name}, sm_{about.major}{about.minor}, {free} free of "
-        message += format_bytes(about.total_memory)
-        checks += _ok(f"device {index}", message)
-    return checks
+        total = format_bytes(about.total_memory)
+        messages.append(f"{about.name}, sm_{about.major}{about.minor}, {free} free of {total}")
+    return Finding("ok", "; ".join(messages))
 
 
-def pinned_memory() -> list[Finding]:
+def pinned_memory() -> Finding:
     """Whether host memory can be pinned for a GPU."""
     import torch
 
     message = f"ulimit -l is {memlock_limit()}"
     if not torch.cuda.is_available():
-        return _ok("pinned memory", f"{message}; without a GPU nothing is pinned")
+        return Finding("ok", f"{message}; without a GPU nothing is pinned")
     try:
         zeros([2**26], torch.uint8, torch.device("cpu"), pin=True)
     except CapacityError as error:
         remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1"
-        return _error("pinned memory", f"{message}; 64 MiB could not be pinned: {error}", remedy)
-    return _ok("pinned memory", f"{message}; 64 MiB could be pinned")
+        return Finding("error", f"{message}; 64 MiB could not be pinned: {error}", remedy)
+    return Finding("ok", f"{message}; 64 MiB could be pinned")
 
 
-def host_memory() -> list[Finding]:
+def host_memory() -> Finding:
     """Free host memory, and how much of it a server takes by default."""
     free, default = free_host_memory(), HiSparseConfig().host_memory
     pool = format_bytes(resolve_memory(default, free, "host_memory"))
     message = f"{format_bytes(free)} free; host_memory {default} would take {pool} for the KV cache"
     if free < _LITTLE_BYTES:
         remedy = "free some memory, or set host_memory and --max-total-tokens"
-        return _warning("host memory", message, remedy)
-    return _ok("host memory", message)
+        return Finding("warning", message, remedy)
+    return Finding("ok", message)
 
 
-def numa(nodes: Path = _NODES) -> list[Finding]:
+def numa() -> Finding:
     """NUMA nodes and their free memory."""
     sizes = {}
-    for meminfo in nodes.glob("node[0-9]*/meminfo"):
+    for meminfo in _NODES.glob("node[0-9]*/meminfo"):
         sizes[int(meminfo.parent.name.removeprefix("node"))] = free_bytes(meminfo.parent)
     if len(sizes) < 2:
-        return _ok("numa", "one node")
+        return Finding("ok", "one node")
     message = ", ".join(f"node {node}: {format_bytes(sizes[node])} free" for node in sorted(sizes))
     remedy = (
         "on a CPU start the server with numactl --interleave=all; the pool of a GPU is put on its "
         "node if it fits there"
     )
-    return _warning("numa", message, remedy)
+    return Finding("warning", message, remedy)
 
 
-def cpu_kernels() -> list[Finding]:
+def cpu_kernels() -> Finding:
     """Find or build the C++ kernels."""
     from hisparse.kernels.build.cpu import build_cpu, cpu_instruction_set
     from hisparse.kernels.build.isa import VARIABLE, chosen_isa
@@ -252,10 +230,10 @@ def cpu_kernels() -> list[Finding]:
         return f"C++ for {cpu_instruction_set()}{asked}: {path}"
 
     remedy = "install g++ and apache-tvm-ffi (CXX names another compiler)"
-    return _built("CPU kernels", build, remedy)
+    return _built(build, remedy)
 
 
-def cuda_kernels() -> list[Finding]:
+def cuda_kernels() -> Finding:
     """Find or build the CUDA kernels for the GPU of this machine."""
     import torch
 
@@ -263,35 +241,35 @@ def cuda_kernels() -> list[Finding]:
 
     if not torch.cuda.is_available():
         message = f"not used: there is no GPU to build for; nvcc: {find_nvcc() or 'not found'}"
-        return _ok("CUDA kernels", message)
+        return Finding("ok", message)
     remedy = "install nvcc (CUDA_HOME names its toolkit) and apache-tvm-ffi"
-    return _built("CUDA kernels", lambda: f"CUDA C++: {build_cuda()}", remedy)
+    return _built(lambda: f"CUDA C++: {build_cuda()}", remedy)
 
 
-def triton_kernels() -> list[Finding]:
+def triton_kernels() -> Finding:
     """Whether the Triton kernels run, which score, select and attend on a GPU."""
     import torch
 
     if not torch.cuda.is_available():
-        return _ok("Triton kernels", "not used: there is no GPU")
+        return Finding("ok", "not used: there is no GPU")
     try:
         import triton
     except ImportError as error:
         message = f"slower PyTorch code is used instead: {error}"
-        return _warning("Triton kernels", message, "pip install triton")
-    return _ok("Triton kernels", f"Triton {triton.__version__}")
+        return Finding("warning", message, "pip install triton")
+    return Finding("ok", f"Triton {triton.__version__}")
 
 
-def _built(name: str, build: Callable[[], str], remedy: str) -> list[Finding]:
+def _built(build: Callable[[], str], remedy: str) -> Finding:
     from hisparse.kernels.build.compiler import CannotBuildError
 
     try:
-        return _ok(name, build())
+        return Finding("ok", build())
     except (ImportError, OSError, CannotBuildError) as error:
-        return _warning(name, f"slower PyTorch code is used instead: {error}", remedy)
+        return Finding("warning", f"slower PyTorch code is used instead: {error}", remedy)
 
 
-def adapters() -> list[Finding]:
+def adapters() -> Finding:
     """The attention libraries that work on this machine."""
     import torch
 
@@ -309,7 +287,7 @@ def adapters() -> list[Finding]:
         else:
             not_here.append(f"{name} ({why})")
     message = f"usable: {', '.join(works) or 'none'}; not usable: {', '.join(not_here) or 'none'}"
-    return [Finding(name="adapters", status="ok" if works else "error", message=message)]
+    return Finding("ok" if works else "error", message)
 
 
 def _missing(adapter: type) -> str | None:
@@ -320,36 +298,33 @@ def _missing(adapter: type) -> str | None:
     return why
 
 
-_CheckFunction = Callable[[], list[Finding]]
-
-_CHECKS: tuple[_CheckFunction, ...] = (
-    python,
-    torch_version,
-    sglang_version,
-    plugin_visible,
-    hooks,
-    device,
-    pinned_memory,
-    host_memory,
-    numa,
-    cpu_kernels,
-    cuda_kernels,
-    triton_kernels,
-    adapters,
-    optional_packages,
-)
+_CHECKS: dict[str, Callable[[], Finding]] = {
+    "python": python,
+    "torch": torch_version,
+    "sglang": sglang_version,
+    "plugin": plugin_visible,
+    "hooks": hooks,
+    "device": device,
+    "pinned memory": pinned_memory,
+    "host memory": host_memory,
+    "numa": numa,
+    "CPU kernels": cpu_kernels,
+    "CUDA kernels": cuda_kernels,
+    "Triton kernels": triton_kernels,
+    "adapters": adapters,
+    "optional packages": optional_packages,
+}
 
 
-def run_checks(checks: Sequence[_CheckFunction] = _CHECKS) -> list[Finding]:
-    """All results, in a fixed order; an exception in a check becomes an error."""
-    with ThreadPoolExecutor(len(checks)) as pool:
-        return [result for results in pool.map(_guarded, checks) for result in results]
+def run_checks() -> dict[str, Finding]:
+    """All results by the name of the check; an exception in a check becomes an error."""
+    with ThreadPoolExecutor(len(_CHECKS)) as pool:
+        return dict(zip(_CHECKS, pool.map(_guarded, _CHECKS.values()), strict=True))
 
 
-def _guarded(check: _CheckFunction) -> list[Finding]:
+def _guarded(check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except Exception as error:
-        name = check.__name__.replace("_", " ")
         remedy = "a broken package, or a bug of hisparse: please report it"
-        return _error(name, one_line(error), remedy)
+        return Finding("error", one_line(error), remedy)

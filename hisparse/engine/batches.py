@@ -16,6 +16,7 @@ from hisparse.engine.coordinator import AttendLayer, Forward, SparseCoordinator
 from hisparse.engine.modes import ModeMasks, divide
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import HiSparseError
+from hisparse.kernels import DecodeRows
 from hisparse.types import IndexerInputs
 
 
@@ -82,6 +83,7 @@ class DecodeBatch:
             device tensors then describe the requests; ``seq_lens_cpu`` holds the most tokens that
             each request may have. None: there is no padding.
         last: ``[B] bool``, the last tokens of requests with several; None: no request has several.
+        follows: whether an earlier step of the forward may have filled tail pages.
     """
 
     slots: Tensor
@@ -92,6 +94,7 @@ class DecodeBatch:
     host_page_table: Tensor
     num_real: Tensor | None = None
     last: np.ndarray | None = None
+    follows: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -164,7 +167,7 @@ class DecodeBatch:
         dense = engine.modes.dense_requests(step.num_pages, self.seq_lens)
         return replace(
             step,
-            by_mode={"sparse": replace(step, dense=dense)},
+            by_mode={"sparse": replace(step, rows=step.rows._replace(dense=dense))},
             dense_by_mode={"resident": step},
         )
 
@@ -197,18 +200,20 @@ class DecodeBatch:
             policy=policy,
             representations=engine.representations.tensors,
             slots=self.slots,
-            num_pages=(position // size).to(torch.int32),
             tail_lens=tail_lens,
-            max_pages=int(self.seq_lens_cpu.max() - 1) // size,
-            host_page_table=self.host_page_table,
             kv_io=engine.manager.kv_io,
             seq_lens_cpu=self.seq_lens_cpu,
             host_slots=self.host_slots,
-            rows=rows,
-            capacity=device.capacity[rows],
-            row_tails=device.tail_pages[:, rows],
-            row_tail_lens=tail_lens.repeat_interleave(heads),
-            num_real_rows=num_real_rows,
+            rows=DecodeRows(
+                rows=rows,
+                capacity=device.capacity[rows],
+                num_real_rows=num_real_rows,
+                host_page_table=self.host_page_table,
+                num_pages=(position // size).to(torch.int32),
+                tail_pages=device.tail_pages[:, rows],
+                tail_lens=tail_lens.repeat_interleave(heads),
+            ),
+            follows=self.follows,
             captured=self.num_real is not None,
         )
 
@@ -302,10 +307,8 @@ class MixedBatch:
             sinks: Tensor | None,
         ) -> Tensor:
             outputs = [
-                half.attention(
-                    layer_id, q[own], k[own], v[own], indexer and indexer.take(own), sinks
-                )
-                for half, own in halves
+                half.attention(layer_id, q[at], k[at], v[at], indexer and indexer.take(at), sinks)
+                for half, at in halves
             ]
             return torch.cat(outputs)
 

@@ -15,7 +15,7 @@ from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeLayer, SelectionObserver
 from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.engine.prefill import Prefill, PrefillChunk
-from hisparse.engine.restored import Build, RestoredPages, TransferredRequests
+from hisparse.engine.received import Build, RestoredPages, TransferredRequests
 from hisparse.types import IndexerInputs, PagedKV
 
 #: ``(layer_id, q, k, v, indexer, sinks)``: attention of one layer, as
@@ -165,8 +165,6 @@ class SparseCoordinator:
     @property
     def not_capturable(self) -> str | None:
         """The reason why decode steps cannot be captured in a CUDA graph; None: they can."""
-        if self.algorithm.reads_host_keys:
-            return f"algorithm {type(self.algorithm).__name__} reads keys in host memory"
         if self.manager.checked:
             return "checked is true, which reads every selection back"
         if self.decode.observer is not None:

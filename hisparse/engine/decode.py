@@ -14,7 +14,6 @@ from torch import Tensor
 from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import DecodeStep
 from hisparse.algorithms.step import AttentionMode
-from hisparse.cache import PageTable, Tile
 from hisparse.engine.contract import blame, call, require_selection, retrieve
 from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.kernels import serial_operators
@@ -40,14 +39,12 @@ class DecodeLayer:
         self._algorithm = components.algorithm
         self._manager = components.manager
         self._adapter = components.adapter
-        form = self._manager.device.format
-        self._attend_pages = form.attend_with(self._adapter, self._policy.max_pages)
+        attend_with = self._manager.device.format.attend_with
+        self._attend_pages = attend_with(self._adapter, self._policy.max_pages)
         self._modes = components.modes
         self._gather_queries = components.gather_queries
         # A dense context that a captured step serves fits its row.
         self._dense_width = min(self._modes.dense_width, self._manager.device.max_row_pages)
-        # The algorithm ranks the tail page: a selection that fills the budget excludes it.
-        self._tail_below = self._policy.max_pages if self._algorithm.ranks_tail else None
         self._before_layer = overriding("before_layer", extensions)
         self._refining = overriding("refine_selection", extensions)
         self._after_selection = overriding("after_selection", extensions)
@@ -76,7 +73,7 @@ class DecodeLayer:
             if self._before_layer and "sparse" in step.by_mode:
                 for extension in self._before_layer:
                     call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
-            self._manager.kv_io.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
+            self._manager.kv_io.append(layer_id, step.tail_slots(layer_id), step.host_slots, k, v)
         by_mode = self._modes.of_layer(layer_id, step)
         if len(by_mode) == 1:
             ((mode, part),) = by_mode.items()
@@ -84,8 +81,7 @@ class DecodeLayer:
         else:
             out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim)
             for mode, part in by_mode.items():
-                own = q[part.index]
-                out[part.index] = self._attend_in(mode, layer_id, part, own, sinks)
+                out[part.index] = self._attend_in(mode, layer_id, part, q[part.index], sinks)
         last = step.last or step
         if last.filled is not None:
             with self._serial:
@@ -103,18 +99,31 @@ class DecodeLayer:
         """Attention of the requests in one mode: ``q [B, Hq, D]`` -> ``[B, Hq, Dv]``."""
         if mode == "streamed":
             return self._attend_streamed(layer_id, q, step, sinks).to(q.dtype)
-        selection = None
-        if mode == "sparse":
-            selection = self._select(layer_id, q, step)  # score, select
+        sparse = mode == "sparse"
+        if sparse and self._modes.selects(layer_id):
+            step.cache.selection = self._retrieve(layer_id, q, step)  # score, select
+        selection = self.selection_of(mode, layer_id, step)
         queries = q.reshape(-1, self._policy.kv.num_q_heads // self._policy.heads, q.shape[-1])
         with self._serial:
             try:
-                table = self._swap_in(mode, layer_id, step, selection)  # diff_tables, gather
-                attended = self._attend(layer_id, queries, table)
+                tables = self._manager.loader.swap_in(  # diff_tables, gather
+                    layer_id,
+                    step,
+                    selection,
+                    width=None if step.dense is None else self._dense_width,
+                    tail_below=self._policy.tail_below if sparse else None,
+                    followers=self._modes.followers(layer_id) if sparse else (),
+                )
+                stored = self._manager.device.stored(layer_id)
+                rule = self._policy.layer_rules[layer_id]
+                attended = self._attend_pages(
+                    queries, stored, tables.attended, tables.seq_lens, rule
+                )
             except Exception as error:
                 blame(error, layer_id, selection, step, self._algorithm)
                 raise
-        if selection is not None:
+        if sparse:
+            assert selection is not None, "the first layer of a group selects"
             for extension in self._after_attention:
                 attended = call(
                     extension.after_attention,
@@ -125,21 +134,21 @@ class DecodeLayer:
             out = add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks).out
         return out.to(q.dtype)
 
-    def _select(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
-        """The pages that a layer attends; the first layer of a group scores and selects them."""
-        if not self._modes.selects(layer_id):
-            assert step.cache.selection is not None, "the first layer of a group selects"
-            return step.cache.selection
-        selection = self._retrieve(layer_id, q, step)
-        step.cache.selection = selection
-        return selection
+    def selection_of(
+        self, mode: AttentionMode, layer_id: int, step: DecodeStep
+    ) -> Selection | None:
+        """The pages that the requests in one mode attend in a layer; None: every page."""
+        if mode == "window":
+            window = self._policy.kv.window(layer_id)
+            return step.once(f"window {window}", lambda: step.window_pages(window))
+        return step.cache.selection if mode == "sparse" else None
 
     def _retrieve(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
         """Let the algorithm score and select for ``q [B, Hq, D]``, and extensions refine that."""
         invalid = self._manager.counters.total("invalid_scores") if self._manager.checked else None
         queries = q if self._gather_queries is None else self._gather_queries(q)
         selection = retrieve(self._algorithm, layer_id, queries, step, invalid)
-        if self._algorithm.variable_lengths:
+        if self._policy.variable_lengths:
             self._count_capped(selection, step)
         for extension in self._refining:
             refined = call(extension.refine_selection, layer_id, layer_id, q, selection, step)
@@ -155,37 +164,11 @@ class DecodeLayer:
 
     def _count_capped(self, selection: Selection, step: DecodeStep) -> None:
         """Count selections of varying length that ``max_pages`` cut short."""
-        most = self._policy.max_pages
-        capped = (selection.lengths == most) & (step.num_pages[:, None] > most)
+        limit = self._policy.max_pages
+        capped = (selection.lengths == limit) & (step.num_pages[:, None] > limit)
         if step.dense is not None:
             capped = capped & ~step.dense[:, None]
         self._manager.counters.count("capped_selections", capped)
-
-    def _swap_in(
-        self, mode: AttentionMode, layer_id: int, step: DecodeStep, selection: Selection | None
-    ) -> PageTable:
-        """Load the pages that requests attend and that are not on the device."""
-        if mode == "sparse":
-            return self._manager.loader.swap_in(
-                layer_id,
-                step,
-                selection,
-                width=None if step.dense is None else self._dense_width,
-                tail_below=self._tail_below,
-                followers=self._modes.followers(layer_id),
-            )
-        if mode == "window":
-            window = self._policy.kv.window(layer_id)
-            in_window = step.once(f"window {window}", lambda: step.window_pages(window))
-            return self._manager.loader.swap_in(layer_id, step, in_window)
-        # A context that fits has at most as many pages as the largest row.
-        width = max(1, min(step.max_pages, self._manager.device.max_row_pages))
-        return self._manager.loader.swap_in(layer_id, step, None, width=width)
-
-    def _attend(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
-        """Attend ``queries [R, Q, D]`` over the device pages of each row."""
-        stored, rule = self._manager.device.stored(layer_id), self._policy.rules[layer_id]
-        return self._attend_pages(queries, stored, *table, rule)
 
     def _finish(self, layer_id: int, step: DecodeStep, filled: Tensor, host_pages: Tensor) -> None:
         """Move full tail pages into the LRU, and store their representations.
@@ -217,38 +200,28 @@ class DecodeLayer:
         """
         kv, manager = self._policy.kv, self._manager
         out = q.new_empty(*q.shape[:-1], kv.v_head_dim, dtype=torch.float32)
+        # Their owners are negative: those of chunks in the same forward are request slots.
+        tiles = [
+            tile
+            for request, length in enumerate(step.seq_lens_cpu.tolist())
+            for tile in manager.staging.tiles(
+                layer_id, ~request, step.host_page_table[request], length
+            )
+        ]
         attended: Attended | None = None
-        seq_lens = step.seq_lens
-        tiles = self._tiles(layer_id, step)
-        for tile, next_tile in zip(tiles, [*tiles[1:], None], strict=True):
+        for tile, pages in manager.staging.stream(tiles):
             request, count = slice(~tile.owner, ~tile.owner + 1), tile.host_pages.numel()
-            pages = manager.staging.read(tile, next_tile)
             table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
-            lens = seq_lens[request] - tile.first * kv.page_size
-            lens = lens.clamp(0, count * kv.page_size)
+            lens = torch.full_like(table[:, 0], tile.end - tile.first * kv.page_size)
             num_bytes = count * kv.page_size * manager.host.format.layer_token_bytes
             manager.counters.add("streamed_decode_bytes", num_bytes)
-            new = self._adapter.attend(q[request], pages, table, lens, self._policy.attention)
+            new = self._adapter.attend(q[request], pages, table, lens, self._policy.attention_rule)
             attended = new if attended is None else merge_attended(attended, new)
-            if next_tile is None or next_tile.owner != tile.owner:
+            if tile.end == step.seq_lens_cpu[~tile.owner]:
                 if sinks is not None:
                     attended = add_sinks(attended, sinks)
                 out[request], attended = attended.out, None
         return out
-
-    def _tiles(self, layer_id: int, step: DecodeStep) -> list[Tile]:
-        """Tiles of all pages of all requests, including tail pages, request by request.
-
-        Their owners are negative: those of chunks in the same forward are request slots.
-        """
-        size, width = self._policy.kv.page_size, self._manager.staging_pages
-        tiles = []
-        for request, seq_len in enumerate(step.seq_lens_cpu.tolist()):
-            pages = step.host_page_table[request, : -(-seq_len // size)]
-            for first in range(0, pages.numel(), width):
-                end = min((first + width) * size, seq_len)
-                tiles.append(Tile(layer_id, ~request, first, end, pages[first : first + width]))
-        return tiles
 
 
 def _all_where(dense: Tensor, selection: Selection, everything: Selection) -> Selection:

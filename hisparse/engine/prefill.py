@@ -89,7 +89,7 @@ class Prefill:
         self.join()
         self._move("write", lambda: self._manager.kv_io.write(layer_id, host_slots, k, v))
         outputs = []
-        for chunk, next_tile in self._chunks_with_next_tile(layer_id, chunks):
+        for chunk, next_tile in zip(chunks, self._next_tiles(layer_id, chunks), strict=True):
             tokens = slice(chunk.offset, chunk.offset + chunk.length)
             new = q[tokens], k[tokens], v[tokens]
             pages = self._page_aligned(layer_id, chunk, *new[1:])
@@ -116,22 +116,18 @@ class Prefill:
             move.join()
         self._moving.clear()
 
-    def _chunks_with_next_tile(
-        self, layer_id: int, chunks: Sequence[PrefillChunk]
-    ) -> Iterator[tuple[PrefillChunk, Tile | None]]:
-        """The chunks, each with the first tile that is read after the chunk's own prefix.
+    def _next_tiles(self, layer_id: int, chunks: Sequence[PrefillChunk]) -> list[Tile | None]:
+        """For each chunk, the first tile that is read after the chunk's prefix; None: none is.
 
         That tile belongs to another chunk or to the next layer; an earlier forward wrote it.
         """
         layers = range(layer_id, min(layer_id + 2, self._policy.kv.num_layers))
         order = [(layer, chunk) for layer in layers for chunk in chunks]
-        next_tile: Tile | None = None
-        reversed_pairs: list[tuple[PrefillChunk, Tile | None]] = []
-        for layer, chunk in reversed(order):
-            reversed_pairs.append((chunk, next_tile))
-            if chunk.start:
-                next_tile = self._tile(layer, chunk, self._first_page(layer, chunk), chunk.start)
-        yield from reversed_pairs[: -len(chunks) - 1 : -1]
+        tiles: list[Tile | None] = [None]
+        for layer, chunk in reversed(order[1:]):
+            prefix = self._prefix(layer, chunk)
+            tiles.append(prefix[0] if prefix else tiles[-1])
+        return tiles[: -len(chunks) - 1 : -1]
 
     def _page_aligned(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> PagedKV:
         """K and V from the start of the chunk's first page on, ``[T', Hkv, D]`` each.
@@ -200,46 +196,39 @@ class Prefill:
         for extension in self._storing:
             call(extension.store_pages, layer_id, layer_id, keys, values, host_pages)
 
-    def _tile(self, layer_id: int, chunk: PrefillChunk, first: int, end: int) -> Tile:
-        """The tile of a chunk's request that begins at page ``first``, up to position ``end``."""
-        size = self._policy.kv.page_size
-        last = min(first + self._manager.staging_pages, -(-end // size))
-        pages = chunk.host_pages_cpu[first:last]
-        return Tile(layer_id, chunk.slot, first, min(end, last * size), pages)
+    def _prefix(self, layer_id: int, chunk: PrefillChunk) -> list[Tile]:
+        """The tiles of a chunk's prefix that the chunk attends; at least one if it has a prefix."""
+        if not chunk.start:
+            return []
+        window, first = self._policy.kv.window(layer_id), 0
+        if window:
+            first = max(0, chunk.start - max(window - 1, 1)) // self._policy.kv.page_size
+        return self._tiles(layer_id, chunk, chunk.start, first)
 
-    def _first_page(self, layer_id: int, chunk: PrefillChunk) -> int:
-        """The first page of a chunk's prefix that the chunk attends."""
-        window = self._policy.kv.window(layer_id)
-        if not window:
-            return 0
-        # The last token of the prefix, at least, so that there is a tile.
-        reach = max(window - 1, 1)
-        return max(0, chunk.start - reach) // self._policy.kv.page_size
+    def _tiles(self, layer_id: int, chunk: PrefillChunk, end: int, first: int = 0) -> list[Tile]:
+        """Tiles from page ``first`` up to position ``end`` of a chunk's request."""
+        pages = chunk.host_pages_cpu
+        return self._manager.staging.tiles(layer_id, chunk.slot, pages, end, first)
 
     def _context_keys(self, layer_id: int, chunk: PrefillChunk) -> Iterator[tuple[int, Tensor]]:
         """Read all keys up to the end of the chunk; see :class:`PrefillStep`."""
         # The chunk itself is read back, so its write has to end first.
         self.join()
-        for tile in self._tiles(layer_id, chunk, 0, chunk.end):
-            position, keys, _ = self._read(tile, chunk.end)
+        for position, keys, _ in self._read(self._tiles(layer_id, chunk, chunk.end)):
             yield position, keys
 
-    def _tiles(self, layer_id: int, chunk: PrefillChunk, first_page: int, end: int) -> list[Tile]:
-        width, count = self._manager.staging_pages, -(-end // self._policy.kv.page_size)
-        firsts = range(first_page, count, width)
-        return [self._tile(layer_id, chunk, first, end) for first in firsts]
-
     def _read(
-        self, tile: Tile, end: int, next_tile: Tile | None = None
-    ) -> tuple[int, Tensor, Tensor]:
-        """Read a tile up to position ``end``: first position, K and V ``[t, Hkv, D]``."""
-        manager, kv = self._manager, self._policy.kv
-        start = tile.first * kv.page_size
-        count = min(tile.host_pages.numel() * kv.page_size, end - start)
-        pages = manager.staging.read(tile, next_tile)
-        keys, values = (x.transpose(1, 2).flatten(0, 1)[:count] for x in pages)
-        manager.counters.add("prefill_read_bytes", count * manager.host.format.layer_token_bytes)
-        return start, keys, values
+        self, tiles: Sequence[Tile], next_tile: Tile | None = None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Read tiles: the position of the first token, K and V ``[t, Hkv, D]`` of each."""
+        manager = self._manager
+        for tile, pages in manager.staging.stream(tiles, next_tile):
+            start = tile.first * self._policy.kv.page_size
+            count = tile.end - start
+            keys, values = (x.transpose(1, 2).flatten(0, 1)[:count] for x in pages)
+            num_bytes = count * manager.host.format.layer_token_bytes
+            manager.counters.add("prefill_read_bytes", num_bytes)
+            yield start, keys, values
 
     def _attend(
         self,
@@ -266,12 +255,9 @@ class Prefill:
                 or those in the layer's window.
             next_tile: the tile that is read after the prefix.
         """
-        rule = self._policy.rules[layer_id]
-        tiles = self._tiles(layer_id, chunk, self._first_page(layer_id, chunk), chunk.start)
-        prefix = (
-            self._read(tile, chunk.start, following)
-            for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False)
-        )
+        rule = self._policy.layer_rules[layer_id]
+        tiles = self._prefix(layer_id, chunk)
+        prefix = self._read(tiles, next_tile)
         first = chunk.start
         if len(tiles) == 1 and positions is None and q.device.type == "cpu":
             first, keys, values = next(prefix)

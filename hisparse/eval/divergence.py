@@ -14,7 +14,6 @@ from hisparse.eval.documents import CONTINUE
 MIN_DOCUMENTS = 4
 _RESAMPLES = 2000
 _QUANTILES = (0.025, 0.975)
-_Z95 = 1.96
 
 
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
@@ -47,14 +46,6 @@ def ratio_interval(
         below += denominator[drawn].sum(1)
     low, high = np.quantile(above / below, _QUANTILES)
     return float(low), float(high)
-
-
-def wilson_interval(correct: float, asked: int) -> tuple[float, float]:
-    """Wilson's score interval of the share ``correct / asked``."""
-    share, z2 = correct / asked, _Z95**2
-    centre = share + z2 / (2 * asked)
-    half = _Z95 * math.sqrt(share * (1 - share) / asked + z2 / (4 * asked**2))
-    return (centre - half) / (1 + z2 / asked), (centre + half) / (1 + z2 / asked)
 
 
 #: A line of ``records.jsonl``: one method on one document.

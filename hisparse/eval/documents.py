@@ -332,7 +332,7 @@ def _spread(
 
 
 def _complete(tokenizer: Any, completion: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Tokenize parts that are given and scored in turn, as one text; the second: those scored."""
+    """Tokenize parts, given and scored in turn, as one text; return ids and scored indices."""
     whole = _encode(tokenizer, "".join(completion))
     bounds = [0]
     for end in range(1, len(completion)):

@@ -32,9 +32,7 @@ _FREE_FRACTION = 0.25
 
 def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
     """The configuration with the fewest device pages that give the same selections."""
-    smallest = config.budget
-    if build_algorithm(config).variable_lengths:
-        smallest = config.min_row_tokens
+    smallest = build_algorithm(config).attended_tokens(config.budget, config.min_row_tokens)
     spec, _ = read_model_shape(model, config.page_size)
     window = -(-spec.widest_window // spec.page_size) * spec.page_size
     tokens = max(smallest, window)
@@ -132,7 +130,7 @@ class Evaluation:
                     yield make_document(self.tokenizer, text, name, length, seed, self.tasks)
 
     def _record(self, document: Document, method: Method) -> dict[str, Any]:
-        stats = SelectionStats(method.config.budget // method.config.page_size)
+        stats = SelectionStats()
         scores, bytes_per_token = self._score(document, method, stats)
         continued = torch.stack([x for s in scores for x in s.distributions])
         dense = self._dense(document, method, continued)
@@ -234,8 +232,8 @@ class ItemScores:
         item: the item.
         correct: whether the token is the most likely one.
         log_probs: log-probability of the token.
-        distributions: log-probabilities ``[V] float32`` over the vocabulary; empty if they were not
-            kept.
+        distributions: log-probabilities ``[V] float32`` over the vocabulary; empty unless the task
+            is ``CONTINUE``.
     """
 
     item: Item
@@ -246,7 +244,7 @@ class ItemScores:
 
 @torch.no_grad()
 def score_items(
-    model: Any, cache: Any, document: Sequence[int], items: Sequence[Item], *, keep: str = CONTINUE
+    model: Any, cache: Any, document: Sequence[int], items: Sequence[Item]
 ) -> list[ItemScores]:
     """Feed all items token by token, side by side, each after the document up to its start.
 
@@ -258,7 +256,6 @@ def score_items(
             and with free space for the items. On return it holds the document up to the last start.
         document: token ids of the document.
         items: sorted by start, ascending.
-        keep: the task whose distributions are kept.
 
     Returns:
         One entry per item, in the same order.
@@ -286,7 +283,7 @@ def score_items(
                 value = log_probs[scores.item.ids[step + 1]]
                 scores.correct.append(bool(value >= log_probs.max()))
                 scores.log_probs.append(float(value))
-                if scores.item.task == keep:
+                if scores.item.task == CONTINUE:
                     scores.distributions.append(log_probs)
     finally:
         rows.reset()
@@ -295,7 +292,7 @@ def score_items(
 
 @contextmanager
 def _logits_of(model: Any, rows: list[int]) -> Iterator[None]:
-    """Compute the logits of these rows alone: in a small model they are a quarter of the work."""
+    """Compute the logits of these rows only: in a small model they are a quarter of the work."""
 
     def choose(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0][rows],)

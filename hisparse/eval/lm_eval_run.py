@@ -37,7 +37,7 @@ def load_tasks(names: Sequence[str], *, tokenizer: str, contexts: Sequence[int])
     """
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     about = {"tokenizer": tokenizer, "max_seq_lengths": list(contexts)}
-    # Indexing its own tasks takes lm-eval some seconds.
+    # lm-eval takes seconds to index its tasks.
     manager = TaskManager(include_defaults=len(files) < len(names), metadata=about)
     for name in names:
         if not (Path(name).is_file() if name in files else name in manager.all_tasks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,99 +14,70 @@ from hisparse.errors import ConfigError
 from hisparse.eval import models
 from hisparse.eval.texts import TEXTS
 from hisparse.eval.texts import read_text as read_built_in
-from hisparse.options import parse_object, read_text
+from hisparse.options import read_text
 
-#: Tokens of the prompt, decode steps, and tokens attended per step.
-DEFAULTS: Final[Mapping[str, int]] = {"context": 4096, "steps": 256, "budget": 512}
+#: Tokens of the prompt, and decode steps.
+DEFAULTS: Final[Mapping[str, int]] = {"context": 4096, "steps": 256}
 
 
 def tokenizer_of(model: str) -> Callable[[str], list[int]]:
-    """What makes token ids of a text for a model: a name, a folder or a hub id."""
-    from transformers import AutoTokenizer
-
-    tokenizer = models.load(AutoTokenizer, models.resolve(model))
-
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text)["input_ids"]
-        return ids
-
-    return tokenize
-
-
-def record_algorithms(
-    model: str | None,
-    out: Path,
-    *,
-    algorithms: Sequence[str] | None,
-    config: str | None,
-    text: Path | None,
-    sizes: Mapping[str, int],
-    progress: Callable[[str], None],
-) -> Iterator[Path]:
-    """Record each algorithm in a file of its own.
+    """A function that turns a text into a model's token ids.
 
     Args:
-        model: a name, a folder or a hub id; None: smollm2-135m.
-        out: the file; with several algorithms their names are added.
-        algorithms: None: that of ``config``, or the default.
-        config: further settings, as in ``--hisparse-config``.
-        text: the text that the model reads; None: the built-in texts.
-        sizes: some of :data:`DEFAULTS`; a budget wins over that of ``config``.
-        progress: called with a line for each step.
+        model: a name, a folder or a hub id.
+    """
+    from transformers import AutoTokenizer
 
-    Yields:
-        Each file, when it is whole.
+    encode: Callable[[str], list[int]] = models.load(AutoTokenizer, models.resolve(model)).encode
+    return encode
+
+
+def record_text(
+    model: str,
+    out: Path,
+    *,
+    settings: Mapping[str, Any],
+    text: Path | None,
+    context: int,
+    steps: int,
+    progress: Callable[[str], None],
+) -> Path:
+    """Record what a model selects while it reads a text; see :func:`record_model`.
+
+    Args:
+        model: a name, a folder or a hub id.
+        out: the file.
+        settings: keys and values of ``--hisparse-config``.
+        text: the text that the model reads; None: the built-in texts.
+        context: tokens of the prompt.
+        steps: decode steps.
+        progress: called with a line for each step.
 
     Raises:
         ConfigError: a setting is invalid, the text is too short, or no step was sparse.
     """
-    each = _settings(algorithms, config, sizes.get("budget"))
+    if "trace" in settings:
+        raise ConfigError('--config: got "trace", expected --out to name the file')
+    build_algorithm(HiSparseConfig.from_dict(settings))
     from transformers import AutoModelForCausalLM
 
-    name, sizes = model or "smollm2-135m", {**DEFAULTS, **sizes}
-    folder = models.resolve(name, progress=progress)
+    folder = models.resolve(model, progress=progress)
     words = "\n\n".join(map(read_built_in, TEXTS)) if text is None else read_text(text, "--text")
-    ids, needed = tokenizer_of(folder)(words), sizes["context"] + sizes["steps"]
-    if len(ids) < needed:
+    ids = tokenizer_of(folder)(words)
+    if len(ids) < context + steps:
         raise ConfigError(
-            f"--context: got {sizes['context']} and {sizes['steps']} --steps, the text has "
-            f"{len(ids)} tokens; give a longer --text"
+            f"--context: got {context} and {steps} --steps, expected at most {len(ids)} together, "
+            "the tokens of the text; give a longer --text"
         )
-    net = models.load(AutoModelForCausalLM, folder).eval()
-    note = f"{name}, {text.name if text else 'built-in texts'}"
-    for chosen in each:
-        label = chosen["algorithm"]
-
-        def say(step: int, label: str = label) -> None:
-            progress(f"{label}: step {step + 1} of {sizes['steps']}")
-
-        yield record_model(
-            net,
-            ids[:needed],
-            context=sizes["context"],
-            settings=chosen,
-            path=out if len(each) == 1 else out.with_name(f"{out.stem}-{label}{out.suffix}"),
-            note=note,
-            progress=say,
-        )
-
-
-def _settings(
-    algorithms: Sequence[str] | None, config: str | None, budget: int | None
-) -> list[dict[str, Any]]:
-    """The settings of each algorithm, checked."""
-    settings = parse_object(config or "{}", "--config", '{"page_size": 32}')
-    if budget is not None:
-        settings["budget"] = budget
-    elif "top_k" not in settings:  # The other name of budget.
-        settings.setdefault("budget", DEFAULTS["budget"])
-    names = algorithms or [settings.get("algorithm", HiSparseConfig.algorithm)]
-    each = [settings | {"algorithm": name} for name in names]
-    for chosen in each:
-        if "trace" in chosen:
-            raise ConfigError('--config: got "trace", expected --out to name the file')
-        build_algorithm(HiSparseConfig.from_dict(chosen))
-    return each
+    return record_model(
+        models.load(AutoModelForCausalLM, folder).eval(),
+        ids[: context + steps],
+        context=context,
+        settings=settings,
+        path=out,
+        note=f"{model}, {text.name if text else 'built-in texts'}",
+        progress=lambda step: progress(f"step {step + 1} of {steps}"),
+    )
 
 
 def record_model(

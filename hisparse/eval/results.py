@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -20,7 +20,6 @@ from hisparse.eval.divergence import (
     kl_ratio,
     mean_interval,
     perplexities,
-    wilson_interval,
 )
 from hisparse.eval.documents import CONTINUE, COPY
 from hisparse.eval.method import DENSE, Method, identity
@@ -64,7 +63,7 @@ class Records:
         """Read all records; cut off the last line if it is incomplete.
 
         Raises:
-            ConfigError: the file cannot be read, or a line is no record.
+            ConfigError: the file cannot be read, or a line is not a record.
         """
         if not self._path.exists():
             return {}
@@ -96,7 +95,7 @@ class Records:
 
 
 class ResultCell(TypedDict):
-    """A method's answers to one task; see :func:`hisparse.eval.make_cells`."""
+    """The printed fields of a cell of :func:`hisparse.eval.make_cells`."""
 
     method: str
     budget: int | None
@@ -105,52 +104,35 @@ class ResultCell(TypedDict):
     score: float
     low: float
     high: float
-    dense: float
     usable: bool
     n: int
-    kept_mean: float | None
 
 
 class SummaryLine(TypedDict):
-    """The other figures of a method; see :func:`hisparse.eval.make_summary`."""
+    """The printed fields of a line of :func:`hisparse.eval.make_summary`."""
 
     method: str
-    algorithm: str
     budget: int | None
     context: int
-    selection_scope: str | None
-    documents: int
-    resampled: str
     kl: float
     kl_ratio: float | None
-    ppl: float | None
     ppl_ratio: float | None
-    copy_ppl: float | None
     copy_ppl_ratio: float | None
     intervals: dict[str, list[float] | None]
     mass: float | None
-    oracle_recall: float | None
-    adjacent_overlap: float | None
     kept_mean: float | None
-    kept_p95: float | None
-    capped: float | None
-    kept_by_head: list[list[float] | None] | None
-    hit_ratio: dict[str, float] | None
     bytes_per_token: float
 
 
 class EvalResult(TypedDict):
-    """The object that ``hisparse eval --json`` prints of its own tasks."""
+    """The printed fields of the object from ``hisparse eval --json``, without tasks of lm-eval."""
 
     command: Literal["eval"]
     line: str
     date: str
     machine: str
-    versions: dict[str, str]
     commit: str
     model: str
-    model_source: str | None
-    context: list[int]
     cells: list[ResultCell]
     summary: list[SummaryLine]
 
@@ -179,7 +161,7 @@ class RecordLine(TypedDict):
 
 #: Tasks on which the dense model scores lower are shown in grey and do not rank methods.
 USABLE = 0.9
-_MEANS = ("mass", "oracle_recall", "adjacent_overlap", "kept_mean", "kept_p95", "capped")
+_MEANS = ("mass", "oracle_recall", "kept_mean")
 
 
 def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -190,7 +172,7 @@ def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
     """
     cells = []
     dense = _dense(records)
-    for (method, budget, context), group in _grouped(records, _key):
+    for (method, budget, context), group in _grouped(records):
         tasks = sorted({x["task"] for r in group for x in r["items"]} - {CONTINUE})
         for task in tasks:
             correct = _correct(group, task)
@@ -208,25 +190,9 @@ def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
                     "usable": reference >= USABLE,
                     "n": len(correct),
                     "kept_mean": _mean(group, "kept_mean"),
-                    "kept_p95": _mean(group, "kept_p95"),
                 }
             )
     return cells
-
-
-def pool_scores(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each method, budget and context: percent of the answers that are correct.
-
-    Over all tasks on which the dense model reaches :data:`USABLE`. ``n`` counts questions, and
-    ``intervals`` has a 95% Wilson score interval over them.
-    """
-    found = []
-    for _, group in _grouped([x for x in cells if x["usable"]], _key):
-        correct, asked = sum(x["score"] * x["n"] for x in group), sum(x["n"] for x in group)
-        low, high = (100 * end for end in wilson_interval(correct, asked))
-        line = {"n": asked, "score": 100 * correct / asked, "intervals": {"score": (low, high)}}
-        found.append(group[0] | line)
-    return found
 
 
 def make_summary(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -241,17 +207,12 @@ def make_summary(records: Sequence[Record]) -> list[dict[str, Any]]:
     - ``resampled``: the unit of resampling;
     - ``mass``: fraction of exact attention on the tokens kept;
     - ``oracle_recall``: fraction of the n best pages that are among the n selected pages;
-    - ``adjacent_overlap``: fraction of the selected pages that the step before selected too;
-    - ``kept_mean``, ``kept_p95``: tokens attended per step and row;
-    - ``capped``: fraction of the selections that have the largest allowed number of pages;
-    - ``kept_by_head``: tokens attended by layer and head of the selection, None for a layer without
-      a selection of its own;
-    - ``hit_ratio``: hit ratio of LRU buffers by their size in budgets;
+    - ``kept_mean``: tokens attended per step and row;
     - ``bytes_per_token``: device memory for representations.
     """
     lines = []
     dense = _dense(records)
-    for (method, budget, context), group in _grouped(records, _key):
+    for (method, budget, context), group in _grouped(records):
         estimates = {
             "kl": kl(group),
             **perplexities("ppl", group, dense, CONTINUE),
@@ -264,38 +225,27 @@ def make_summary(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "context": context,
                 "selection_scope": group[0].get("selection_scope"),
                 "documents": len(group),
-                "resampled": _resampled(len(group)),
+                "resampled": "documents" if len(group) >= MIN_DOCUMENTS else "tokens and passages",
                 **{name: x[0] if x else None for name, x in estimates.items()},
                 "intervals": {name: list(x[1]) if x else None for name, x in estimates.items()},
                 **{name: _mean(group, name) for name in _MEANS},
-                "kept_by_head": _kept_by_head(group),
-                "hit_ratio": _hit_ratio(group),
                 "bytes_per_token": group[0]["bytes_per_token"],
             }
         )
     return lines
 
 
-def _key(record: Record) -> tuple[Any, ...]:
-    return record["method"], record["budget"], record["context"]
-
-
 def _dense(records: Iterable[Record]) -> dict[str, Record]:
     return {r["document"]: r for r in records if r["method"] == DENSE}
 
 
-def _grouped(
-    records: Iterable[Record], key: Callable[[Record], tuple[Any, ...]]
-) -> list[tuple[tuple[Any, ...], list[Record]]]:
-    """Records grouped by key, in the order of each key's first record."""
+def _grouped(records: Iterable[Record]) -> list[tuple[tuple[Any, ...], list[Record]]]:
+    """Records by method, budget and context, in the order of each group's first record."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        groups.setdefault(key(record), []).append(record)
+        key = record["method"], record["budget"], record["context"]
+        groups.setdefault(key, []).append(record)
     return list(groups.items())
-
-
-def _resampled(documents: int) -> str:
-    return "documents" if documents >= MIN_DOCUMENTS else "tokens and passages"
 
 
 def _correct(records: Iterable[Record], task: str) -> np.ndarray:
@@ -306,25 +256,3 @@ def _mean(records: Sequence[Record], name: str) -> float | None:
     """Mean over the records; None for dense attention, which selects nothing."""
     values = [r[name] for r in records if name in r]
     return float(np.mean(values)) if values else None
-
-
-def _kept_by_head(records: Sequence[Record]) -> list[list[float] | None] | None:
-    found = [r["kept_by_head"] for r in records if "kept_by_head" in r]
-    if not found:
-        return None
-    return [
-        None if layers[0] is None else np.mean(layers, axis=0).tolist()
-        for layers in zip(*found, strict=True)
-    ]
-
-
-def _hit_ratio(records: Sequence[Record]) -> dict[str, float] | None:
-    found = [r["hit_ratio"] for r in records if "hit_ratio" in r]
-    return {n: float(np.mean([x[n] for x in found])) for n in found[0]} if found else None
-
-
-def number(value: float | None) -> str:
-    """Three significant digits, or all digits of a whole number above 1000; "-" for None."""
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

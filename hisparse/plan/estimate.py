@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hisparse.algorithms import build_algorithm, entry_bytes
+from hisparse.algorithms import entry_bytes
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import kept_tensors, make_policy
-from hisparse.engine.capabilities import choose_scope, row_tokens
+from hisparse.engine.build import choose_selection
+from hisparse.engine.capabilities import row_tokens
 from hisparse.engine.modes import AttentionModes
 from hisparse.plan.kernel_costs import gather_us, instructions_us
 from hisparse.types import KVSpec
@@ -54,7 +54,7 @@ GPUS: Final[Mapping[str, Hardware]] = {
 _LAUNCH_US, _ATTENTION_US = 2.0, 11.0
 #: With representations in host memory, whose candidates PyTorch's operators collect.
 _ECONOMY_LAUNCHES: Final = 44
-#: Fewer in a layer without a selection of its own; dense attention.
+#: Launches that a layer without a selection saves, and launches of dense attention.
 _SELECT_LAUNCHES, _DENSE_LAUNCHES = 2, 2
 #: Candidates for each attended page whose entries lie in host memory (``sketch`` with ``economy``).
 _HOST_CANDIDATES: Final = 8
@@ -94,7 +94,7 @@ def estimate_token(
         batch: requests.
         hit_ratio: fraction of the selected pages that are on the device; 1 is taken where the
             smallest device buffer holds all of the context.
-        weight_bytes: weights of a GPU; 0: the time of attention alone.
+        weight_bytes: weights of a GPU; 0: only the time of attention.
     """
     step = _StepTimes(config, spec, hardware, context, batch, hit_ratio)
     layers, weights_us = range(spec.num_layers), _us(weight_bytes, hardware.hbm)
@@ -115,14 +115,12 @@ class _StepTimes:
         batch: int,
         hit_ratio: float,
     ) -> None:
-        algorithm, scope = build_algorithm(config), choose_scope(config, format_of(spec))
-        policy = make_policy(config, algorithm, spec, spec.head_dim**-0.5, scope)
+        algorithm, policy, kept = choose_selection(config, spec, spec.head_dim**-0.5)
         self._config, self._spec, self._hardware = config, spec, hardware
         self._format = format_of(spec)
         self._context, self._batch = context, batch
         self._modes = AttentionModes(
             policy,
-            algorithm,
             min_sparse_context=config.min_sparse_context,
             dense_layers=frozenset(config.dense_layers or ()),
             reuse_layers=config.reuse_layers,
@@ -135,7 +133,6 @@ class _StepTimes:
         heads = spec.num_kv_heads if policy.heads == 1 else policy.heads
         self._row_bytes = batch * heads * self._format.head_bytes
         candidates = _HOST_CANDIDATES * self._selected * max(1, policy.heads // spec.num_kv_heads)
-        kept = kept_tensors(config, algorithm, policy)
         self._score_bytes = batch * pages * entry_bytes(kept, "page")
         self._host_bytes = batch * min(pages, candidates) * entry_bytes(kept, "page", "host")
         self._kernels, self._pages = algorithm.kernels, pages
@@ -188,7 +185,7 @@ class _StepTimes:
         return max(link, gather_us(missing, self._spec.head_dim, self._batch))
 
     def _full_us(self) -> float:
-        """Full tail pages, on average: each request has one in S steps."""
+        """Mean time for full tail pages: each request fills one in S steps."""
         stores = self._kernel_us(self._kernels[1]) if self._kernels else 0.0
         steps = min(1.0, self._batch / self._spec.page_size)
         return steps * (self._kernel_us("promote_tail") + stores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -199,23 +200,23 @@ class _Stage:
 
     Attributes:
         first: sizing for one request and all of the host memory.
-        own: layers of this rank.
-        of_node: layers of all ranks of a replica, which divide host memory by them.
+        layers: layers of this rank.
+        node_layers: layers of all ranks of a replica, which divide host memory by them.
     """
 
     first: Sizing
-    own: int
-    of_node: int
+    layers: int
+    node_layers: int
 
     def least_pool(self, tokens: int) -> int:
         """MiB of host memory for the K and V of tokens and the padding page, all ranks."""
         request = self.first.request
         need = (tokens + request.page_size) * request.kv_token_bytes
-        return -(-need * self.of_node // (self.own * _MIB))
+        return -(-need * self.node_layers // (self.layers * _MIB))
 
     def sized(self, requests: int, pool_mib: int) -> Sizing:
         """The sizing for so many requests."""
-        host_bytes = pool_mib * _MIB * self.own // self.of_node
+        host_bytes = pool_mib * _MIB * self.layers // self.node_layers
         return size(replace(self.first.request, max_requests=requests, host_bytes=host_bytes))
 
     def fits(self, requests: int, tokens: int, page: int, pool_mib: int) -> bool:
@@ -234,10 +235,10 @@ def _stages(
     device, first = machine.cache_bytes, 0
     if config.device_memory is not None:
         device = min(device, resolve_memory(config.device_memory, device, "device_memory"))
-    for own in machine.stages or (spec.num_layers,):
-        of_node = spec.num_layers * machine.tp
+    for layers in machine.stages or (spec.num_layers,):
+        node_layers = spec.num_layers * machine.tp
         resources = Resources(
-            host_bytes=pool_mib * _MIB * own // of_node,
+            host_bytes=pool_mib * _MIB * layers // node_layers,
             device_bytes=device,
             context_length=context,
             max_requests=1,
@@ -247,13 +248,13 @@ def _stages(
         )
         setup = resolve(
             config,
-            _spec_of_layers(spec, first, own),
+            _spec_of_layers(spec, first, layers),
             spec.head_dim**-0.5,
             resources,
-            range(first, first + own),
+            range(first, first + layers),
         )
-        yield _Stage(first=setup.sizing, own=own, of_node=of_node)
-        first += own
+        yield _Stage(first=setup.sizing, layers=layers, node_layers=node_layers)
+        first += layers
 
 
 def _find_most(
@@ -307,12 +308,7 @@ def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
 
     ``holds`` has to be true for ``least``, and false for all numbers above the result.
     """
-    if holds(most):
-        return most
-    while least + 1 < most:
-        middle = (least + most) // 2
-        least, most = (middle, most) if holds(middle) else (least, middle)
-    return least
+    return least + bisect_left(range(least + 1, most + 1), True, key=lambda x: not holds(x))
 
 
 def divide_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -37,44 +37,18 @@ _ASSUMPTIONS = (
 _PIPELINE = "Ranks of a pipeline follow each other; what they do for other requests is left out."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The flags of ``hisparse plan``; sizes are texts such as "141GiB", None where they are found.
-
-    Attributes:
-        context: tokens of a request; empty: the longest that the model supports.
-        algorithm, budget: each with each; empty: the default.
-        config: whole configurations, as JSON or "@FILE".
-        device_memory, host_memory, weights: sizes.
-        kv_cache_dtype: dtype of K and V; None: that of the configurations.
-        tp, pp, dp: GPUs of a layer, parts of a pipeline, replicas.
-        gpu: a name of ``GPUS``, for the estimate.
-        batch, hit_ratio: requests at once and share of pages on the device, for the estimate.
-    """
-
-    context: Sequence[int]
-    algorithm: Sequence[str]
-    budget: Sequence[int]
-    config: Sequence[str]
-    device_memory: str | None
-    host_memory: str | None
-    weights: str | None
-    kv_cache_dtype: str | None
-    tp: int
-    pp: int
-    dp: int
-    gpu: str
-    batch: Sequence[int]
-    hit_ratio: Sequence[float]
-
-
-def make_rows(asked: Asked, model: Any, folder: str) -> tuple[list[dict[str, Any]], Machine]:
-    """A row for each configuration and context, as in ``--json``, and the machine.
+def make_plan(asked: Namespace, model: Any, folder: str) -> tuple[dict[str, Any], Machine]:
+    """What ``--json`` prints, but for the name of the model, and the machine.
 
     Args:
-        asked: the flags.
+        asked: the flags of ``hisparse plan``; sizes are texts such as "141GiB", None where they are
+            found.
         model: configuration of transformers.
         folder: of the model, for the command to start.
+
+    Returns:
+        The machine's sizes, the fields of the first row with figures, ``plans`` with all rows, and
+        the machine.
 
     Raises:
         ConfigError: a flag is wrong, or every configuration is refused.
@@ -84,17 +58,8 @@ def make_rows(asked: Asked, model: Any, folder: str) -> tuple[list[dict[str, Any
         _describe(x, machine, folder) | {"estimates": _estimate(x, machine, asked)}
         for x in capacities
     ]
-    return rows, machine
-
-
-def assumptions(machine: Machine) -> tuple[str, ...]:
-    """What the estimate assumes."""
-    return (*_ASSUMPTIONS, _PIPELINE) if machine.stages else _ASSUMPTIONS
-
-
-def about(machine: Machine) -> dict[str, Any]:
-    """What all rows are for."""
-    return {
+    assumptions = (*_ASSUMPTIONS, _PIPELINE) if machine.stages else _ASSUMPTIONS
+    sizes = {
         "tp": machine.tp,
         "pp": max(1, len(machine.stages)),
         "dp": machine.dp,
@@ -102,10 +67,13 @@ def about(machine: Machine) -> dict[str, Any]:
         "host_memory_bytes": machine.host_bytes,
         "weight_bytes": machine.weight_bytes,
         "mem_fraction_static": machine.mem_fraction,
+        "estimate": {"measured": False, "gpu": asked.gpu, "assumptions": assumptions},
     }
+    first = next(row for row in rows if row["hisparse"]["limit"] is not None)
+    return sizes | first | {"plans": rows}, machine
 
 
-def _fit_all(asked: Asked, model: Any) -> tuple[list[Capacity], Machine]:
+def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
     """One capacity for each configuration and context.
 
     Settings that this model or machine cannot serve get a capacity of no requests.
@@ -113,9 +81,6 @@ def _fit_all(asked: Asked, model: Any) -> tuple[list[Capacity], Machine]:
     Raises:
         ConfigError: an argument is wrong, or every configuration is refused.
     """
-    for flag, number in (("--tp", asked.tp), ("--pp", asked.pp), ("--dp", asked.dp)):
-        if number < 1:
-            raise ConfigError(f"{flag}: got {number}, expected at least 1")
     shape = shape_per_rank(model, 1, asked.tp)
     if asked.pp > shape.num_layers:
         raise ConfigError(
@@ -148,7 +113,7 @@ def _fit_all(asked: Asked, model: Any) -> tuple[list[Capacity], Machine]:
     return capacities, machine
 
 
-def _check_served(config: HiSparseConfig, asked: Asked) -> None:
+def _check_served(config: HiSparseConfig, asked: Namespace) -> None:
     """Raise ``ConfigError`` if the server would refuse the printed command."""
     flags = SimpleNamespace(
         tp_size=asked.tp,
@@ -179,18 +144,9 @@ def _contexts(asked: Sequence[int], model: Any) -> list[int]:
     return contexts
 
 
-def _configs(asked: Asked, model: Any, *, has_indexer: bool) -> list[HiSparseConfig]:
+def _configs(asked: Namespace, model: Any, *, has_indexer: bool) -> list[HiSparseConfig]:
     """Every algorithm with every budget, and each ``--config``; without these, the defaults."""
-    # As in the server, the flag and the key are one setting; "auto" leaves the key as it is.
-    flag = asked.kv_cache_dtype
-    stored: dict[str, Any] = {"kv_cache_dtype": flag} if flag not in (None, "auto") else {}
-    for config in map(HiSparseConfig.parse, asked.config):
-        if stored and config.kv_cache_dtype not in ("auto", flag):
-            raise ConfigError(
-                f"kv_cache_dtype is {config.kv_cache_dtype} but --kv-cache-dtype is {flag}; "
-                "expected equal values, or only one of the two"
-            )
-    whole = [HiSparseConfig.parse(text, **stored) for text in asked.config]
+    whole = list(map(HiSparseConfig.parse, asked.config))
     if whole and not (asked.algorithm or asked.budget):
         return whole
     defaults: dict[str, Any] = {}
@@ -203,7 +159,7 @@ def _configs(asked: Asked, model: Any, *, has_indexer: bool) -> list[HiSparseCon
     budgets: Sequence[int | None] = asked.budget or [None]
     for pair in product(algorithms, budgets):
         given = {k: v for k, v in zip(("algorithm", "budget"), pair, strict=True) if v is not None}
-        configs.append(HiSparseConfig.from_dict(defaults | given | stored))
+        configs.append(HiSparseConfig.from_dict(defaults | given))
     return configs + whole
 
 
@@ -247,7 +203,7 @@ def _describe(capacity: Capacity, machine: Machine, folder: str) -> dict[str, An
     }
 
 
-def _estimate(capacity: Capacity, machine: Machine, asked: Asked) -> list[dict[str, Any]]:
+def _estimate(capacity: Capacity, machine: Machine, asked: Namespace) -> list[dict[str, Any]]:
     """Times per token for each batch and hit ratio; none if the settings are refused."""
     if capacity.limit is None:
         return []
@@ -262,7 +218,7 @@ def _estimate(capacity: Capacity, machine: Machine, asked: Asked) -> list[dict[s
             hit_ratio=hits,
             weight_bytes=-(-machine.weight_bytes // machine.tp),
         )
-        # A context that is on the device as a whole has one hit ratio, 1.
+        # If the whole context is on the device, the hit ratio is always 1.
         found[batch, estimate.hit_ratio] = {
             "batch": batch,
             "hit_ratio": estimate.hit_ratio,

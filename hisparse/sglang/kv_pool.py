@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.memory_pool import (
-    DSATokenToKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     unwrap_write_loc,
@@ -21,7 +20,7 @@ from hisparse.sglang.session import errors_logged, require_session
 _USE_BACKEND = "only models that attend through SGLang's attention backend are served"
 
 
-def _rejected(method: str, caller: str, remedy: str = "turn it off") -> Callable[..., NoReturn]:
+def rejected(method: str, caller: str, remedy: str = "turn it off") -> Callable[..., NoReturn]:
     """A method of SGLang's pools that has no meaning here, and raises ``HiSparseError``."""
 
     def reject(*args: Any, **kwargs: Any) -> NoReturn:
@@ -111,13 +110,13 @@ class _HostPool:
             )
         return view
 
-    get_contiguous_buf_infos = _rejected("get_contiguous_buf_infos", "a transfer between servers")
-    get_cpu_copy = _rejected("get_cpu_copy", "a retraction of a decode server")
-    load_cpu_copy = _rejected("load_cpu_copy", "a retraction of a decode server")
-    move_kv_cache = _rejected("move_kv_cache", "speculative decoding")
-    set_kv_buffer_prefix_valid = _rejected("set_kv_buffer_prefix_valid", "speculative decoding")
-    get_raw_kv_buffer = _rejected("get_raw_kv_buffer", "SGLang's quantized KV cache")
-    get_device_pool_infos = _rejected("get_device_pool_infos", "HiCache")
+    get_contiguous_buf_infos = rejected("get_contiguous_buf_infos", "a transfer between servers")
+    get_cpu_copy = rejected("get_cpu_copy", "a retraction of a decode server")
+    load_cpu_copy = rejected("load_cpu_copy", "a retraction of a decode server")
+    move_kv_cache = rejected("move_kv_cache", "speculative decoding")
+    set_kv_buffer_prefix_valid = rejected("set_kv_buffer_prefix_valid", "speculative decoding")
+    get_raw_kv_buffer = rejected("get_raw_kv_buffer", "SGLang's quantized KV cache")
+    get_device_pool_infos = rejected("get_device_pool_infos", "HiCache")
 
 
 class HiSparseMHAPool(_HostPool, MHATokenToKVPool):  # type: ignore[misc]
@@ -155,46 +154,12 @@ class LatentPool(_HostPool):
         """``[slots, 1, Dv]``, a view of host memory."""
         return self._get_value_buffer(layer_id)
 
-    set_mla_kv_buffer = _rejected("set_mla_kv_buffer", "the model", _USE_BACKEND)
-    get_mla_kv_buffer = _rejected("get_mla_kv_buffer", "the model", _USE_BACKEND)
+    set_mla_kv_buffer = rejected("set_mla_kv_buffer", "the model", _USE_BACKEND)
+    get_mla_kv_buffer = rejected("get_mla_kv_buffer", "the model", _USE_BACKEND)
 
 
 class HiSparseMLAPool(LatentPool, MLATokenToKVPool):  # type: ignore[misc]
     """Latents of models such as DeepSeek-V2 and DeepSeek-V3."""
-
-
-class HiSparseDSAPool(LatentPool, DSATokenToKVPool):  # type: ignore[misc]
-    """Latents of DeepSeek-V3.2. The algorithm ``dsa`` keeps the index keys as representations."""
-
-    def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
-        _init_without_index(self, size, options)
-        self.index_head_dim = index_head_dim
-
-    _reject_index_access = _rejected(
-        "an index key method", "SGLang's index key cache", "the algorithm dsa keeps them"
-    )
-    get_index_k_with_scale_buffer = _reject_index_access
-    get_index_k_scale_buffer = _reject_index_access
-    set_index_k_scale_buffer = _reject_index_access
-    get_compress_tail_buffers = _reject_index_access
-    kpool_decode_update_index_cache = _reject_index_access
-    set_compress_tail_for_request = _reject_index_access
-
-
-class DraftDSAPool(DSATokenToKVPool):  # type: ignore[misc]
-    """Latents of a draft model with an indexer, on the device; it attends all, without the keys."""
-
-    def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
-        _init_without_index(self, size, options)
-
-    get_kv_size_bytes = MLATokenToKVPool.get_kv_size_bytes
-
-
-def _init_without_index(pool: Any, size: int, options: Mapping[str, Any]) -> None:
-    """Initialize a pool of latents: ``DSATokenToKVPool`` would allocate index keys as well."""
-    shared = ["page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num", "device"]
-    shared += ["enable_memory_saver", "start_layer", "end_layer"]
-    MLATokenToKVPool.__init__(pool, size, **{name: options[name] for name in shared})
 
 
 #: Pool classes by SGLang's name for the kind of pool.

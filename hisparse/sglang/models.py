@@ -67,6 +67,7 @@ def read_model_shape(
     ids = sorted(m.layer_id for m in layers)
     _check_numbers(ids, hybrid_layers)
     q_heads, kv_heads, head_dim, v_head_dim, scale, logit_cap = shapes.pop()
+    indexers = find_indexers(model)
     windows = [_window(m, context_length) for m in sorted(layers, key=lambda m: m.layer_id)]
     spec = KVSpec(
         num_layers=len(layers),
@@ -77,7 +78,7 @@ def read_model_shape(
         dtype=dtype,
         page_size=page_size,
         attention=attention,
-        index_head_dim=_index_head_dim(model, len(layers)),
+        index_head_dim=indexers[0].head_dim if indexers else 0,
         logit_cap=logit_cap or 0.0,
         windows=tuple(windows) if any(windows) else (),
     )
@@ -147,17 +148,6 @@ def _fallback_layers(model: Any) -> list[Any]:
         if layer in layers and isinstance(scale, float):
             layers[layer].scaling = scale
     return list(layers.values())
-
-
-def _index_head_dim(model: Any, num_layers: int) -> int:
-    """Di, the head dimension of the model's indexers; 0 for a model without indexers."""
-    indexers = find_indexers(model)
-    if indexers and len(indexers) != num_layers:
-        raise ConfigError(
-            f"{len(indexers)} of the model's {num_layers} layers have an indexer; expected one in "
-            "every layer or in none"
-        )
-    return indexers[0].head_dim if indexers else 0
 
 
 def find_indexers(model: Any) -> list[Any]:

@@ -173,8 +173,8 @@ def check_after_resolution(server_args: Any, config: HiSparseConfig) -> None:
         )
     if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
         raise ConfigError(
-            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; unset it: hisparse sizes its pool from "
-            "host memory"
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; expected it unset: hisparse sizes its "
+            "pool from host memory"
         )
     check_capabilities(config, view.device)
     tokens = view.max_total_tokens
@@ -247,7 +247,7 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
     """
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.dots3 import Dots3Config
-    from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
+    from sglang.srt.configs.model_config import AttentionArch
 
     model = model_config_of(server_args)
     name = name_of(model)
@@ -270,7 +270,7 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
             f"--kv-cache-dtype is {server_args.kv_cache_dtype} but {name} runs in {model.dtype}; "
             "hisparse stores K and V in the model's dtype or in eight bits: use auto or fp8_e4m3"
         )
-    if is_minimax_sparse(model.hf_config) or isinstance(model.hf_text_config, Dots3Config):
+    if isinstance(model.hf_text_config, Dots3Config):
         raise ConfigError(
             f"SGLang serves {name} with an attention backend of its own; expected a model whose "
             "attention a backend can be chosen for"
@@ -278,7 +278,7 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
     if model.is_encoder_decoder:
         raise ConfigError(f"{name} is an encoder-decoder model; expected a decoder")
     if os.environ.get("SGLANG_USE_HND_KVCACHE", "0").lower() in ("1", "true"):
-        raise ConfigError("SGLANG_USE_HND_KVCACHE is set; unset it and use host_layout instead")
+        raise ConfigError("SGLANG_USE_HND_KVCACHE is set; expected it unset: use host_layout")
 
 
 def _check_heads(name: str, model: Any) -> None:

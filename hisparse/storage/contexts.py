@@ -1,7 +1,6 @@
-"""Contexts: sequences of pages with attributes, in an SQLite file of their own beside the index.
+"""Contexts: sequences of pages with attributes, in an SQLite file beside the pages.
 
-The index can be made again from the segments; attributes cannot. A store without this file has
-the same pages, of no context.
+A store without this file has the same pages, of no context.
 
 Keys of pages are kept in a tree that grows with the pages that are new. Its nodes are branches:
 runs of keys that follow a key of another branch. A context adds the keys that no context before
@@ -27,8 +26,9 @@ from typing import Any, Final
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.private_files import NotPrivateError, PrivateFolder
 from hisparse.storage.namespace import Namespace
-from hisparse.storage.schema import connect, copy_database, transaction
 
+#: Seconds to wait for other processes.
+_WAIT_S: Final = 10.0
 #: Counted up when the tables change.
 _VERSION: Final = 2
 #: Keys that are looked up in the store at once.
@@ -43,7 +43,7 @@ CREATE TABLE IF NOT EXISTS branches (
 );
 CREATE INDEX IF NOT EXISTS branches_by_parent ON branches (parent);
 CREATE TABLE IF NOT EXISTS contexts (
-    id INTEGER PRIMARY KEY, namespace BLOB NOT NULL, num_tokens INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, num_tokens INTEGER NOT NULL,
     attributes TEXT NOT NULL, created REAL NOT NULL,
     branch INTEGER NOT NULL, num_pages INTEGER NOT NULL
 );
@@ -65,7 +65,7 @@ _NO_FILE: Final = "or no such file: without it the store has the same pages, of 
 #: ``attributes -> bool``: whether pages of a context with these attributes may be used.
 Filter = Callable[[Mapping[str, Any]], bool]
 #: ``key of a namespace, keys of pages -> which of the pages are stored``.
-Stored = Callable[[bytes, Sequence[bytes]], list[bool]]
+Stored = Callable[[str, Sequence[bytes]], list[bool]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Contexts:
 
     def __init__(self, folder: Path, namespace: Namespace | None) -> None:
         self._path, self._lock = contexts_path(folder), threading.RLock()
-        self._namespace = b"" if namespace is None else namespace.key_bytes
+        self._namespace = "" if namespace is None else namespace.key
         try:
             private = PrivateFolder(folder.absolute(), or_roots=True)
             private.check_database(self._path.name, create=not private.read_only)
@@ -112,9 +112,12 @@ class Contexts:
             reason = str(error) if isinstance(error, NotPrivateError) else one_line(error)
             raise HiSparseError(f"contexts {quoted(str(folder))}: {reason}") from None
         with self._named_errors(), contextlib.ExitStack() as stack:
-            self._database = connect(None if private.read_only else self._path)
+            self._database = self._connect(private.read_only)
             stack.callback(self._database.close)
-            self._prepare(private.read_only)
+            if not self._version():
+                self._database.execute("PRAGMA auto_vacuum = FULL")
+                self._database.execute("PRAGMA journal_mode = WAL")
+                self._database.executescript(_SCHEMA)
             if (version := self._version()) != _VERSION:
                 raise HiSparseError(
                     f"{str(self._path)!r}: got contexts of version {version}, expected "
@@ -122,16 +125,18 @@ class Contexts:
                 )
             stack.pop_all()
 
-    def _prepare(self, read_only: bool) -> None:
-        """Make the tables if this is a new file; copy one that cannot be written."""
-        if read_only and self._path.exists():
-            copy_database(self._path, self._database)
-        elif not self._version():
-            self._database.execute("PRAGMA auto_vacuum = FULL")
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.executescript(_SCHEMA)
+    def _connect(self, read_only: bool) -> sqlite3.Connection:
+        """Open the file, for all threads; one in memory in place of a file that nobody can make."""
+        name = str(self._path)
         if read_only:
-            self._database.execute("PRAGMA query_only = ON")
+            is_there = self._path.exists()
+            name = f"{self._path.as_uri()}?mode=ro&immutable=1" if is_there else ":memory:"
+        # It survives a loss of power, though not its last transactions.
+        database = sqlite3.connect(
+            name, timeout=_WAIT_S, isolation_level=None, check_same_thread=False, uri=read_only
+        )
+        database.execute("PRAGMA synchronous = NORMAL")
+        return database
 
     def _version(self) -> int:
         return int(self._database.execute("PRAGMA user_version").fetchone()[0])
@@ -219,7 +224,7 @@ class Contexts:
     def _absent(self, stored: Stored) -> list[int]:
         """Numbers of the contexts of which no page is stored."""
         #: Pages of a prefix that ends with the first page that is stored, by namespace and branch.
-        first: dict[tuple[bytes, int], float] = {}
+        first: dict[tuple[str, int], float] = {}
         for namespace, branch, parent, start in self._read(_BRANCHES_IN_USE):
             found = first.get((namespace, parent), math.inf)
             if found > start:
@@ -318,8 +323,16 @@ class Contexts:
     @contextlib.contextmanager
     def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
         """All changes inside, or none if an exception leaves the context; "DEFERRED" to read."""
-        with self._named_errors(), self._lock, transaction(self._database, kind):
-            yield
+        with self._named_errors(), self._lock:
+            self._database.execute(f"BEGIN {kind}")
+            try:
+                yield
+                self._database.execute("COMMIT")
+            except BaseException:
+                # SQLite may have rolled back by itself.
+                with contextlib.suppress(sqlite3.Error):
+                    self._database.execute("ROLLBACK")
+                raise
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:

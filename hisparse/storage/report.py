@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 _COUNTERS: Final = (
     "hits", "misses", "read_bytes", "puts", "put_bytes", "duplicates", "damaged", "read_errors",
     "refused_size", "refused_read_only", "refused_disk", "evicted", "collected_bytes",
-    "index_errors",
 )  # fmt: skip
 
 #: Seconds between lines of the log.
@@ -57,7 +56,7 @@ class NamespaceUse:
 
     namespace: Namespace
     pages: int
-    #: Of the pages' records in the segments.
+    #: On the disk.
     bytes: int
     #: When a page was last written or read, in seconds since 1970.
     last_used: float
@@ -65,34 +64,30 @@ class NamespaceUse:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreReport:
-    """What the store in the folder ``path`` holds."""
+    """What the store in the folder ``path`` holds: pages, and their bytes on the disk."""
 
     path: str
     pages: int
-    #: Bytes of the pages' records, and of all segments.
-    live_bytes: int
-    segment_bytes: int
-    #: Number of segments.
-    segments: int
-    #: The most bytes first.
+    bytes: int
+    #: The most bytes first, without those whose ``namespace.json`` is lost.
     namespaces: tuple[NamespaceUse, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """A record that cannot be read: the file, its offset there in bytes, and the page's key."""
+    """A page that was removed: keys of its namespace and its own, and what was wrong.
 
-    segment: str
-    offset: int
-    #: Hexadecimal.
+    The reason is "short", "checksum", or what the system said.
+    """
+
+    namespace: str
     key: str
-    #: "short", "header", "namespace", "checksum of part N", "no such segment", or of the system.
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """The records that :meth:`FileStore.verify` read, their bytes, and those that it dropped."""
+    """The pages that :meth:`FileStore.verify` read, their bytes, and those that it removed."""
 
     pages: int
     bytes: int

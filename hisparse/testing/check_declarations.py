@@ -65,7 +65,7 @@ def options(case: Case) -> None:
 
 
 def find_class_faults(cls: type[BaseSparseAlgorithm]) -> list[str]:
-    """What is wrong with a class, as far as it shows without an instance; one line each."""
+    """Faults of a class that can be seen without an instance, one line each."""
     looks = (
         _dataclass_faults,
         _docstring_faults,
@@ -76,7 +76,7 @@ def find_class_faults(cls: type[BaseSparseAlgorithm]) -> list[str]:
 
 
 def find_docstring_faults(cls: type[BaseSparseAlgorithm]) -> list[str]:
-    """Those of :func:`find_class_faults` with which an algorithm runs all the same."""
+    """Faults from :func:`find_class_faults` that do not keep an algorithm from running."""
     return _collect(cls, _docstring_faults(cls))
 
 

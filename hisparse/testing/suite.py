@@ -168,7 +168,7 @@ def _run(check: Check, case: Case) -> tuple[str, ...]:
     except Violation as violation:
         return violation.findings
     except Exception as error:
-        # The case says more than the engine's own message: not the recorder but the algorithm.
+        # The cause names the algorithm; the message of the engine names the recorder.
         cause = error.__cause__ if isinstance(error, AlgorithmError) else None
         found = cause if isinstance(cause, Exception) else error
         return (explain(found, type(case.make())),)

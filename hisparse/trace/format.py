@@ -42,7 +42,7 @@ MAX_SECTION_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class TraceHeader:
-    """What a trace is of.
+    """Where the selections of a trace come from.
 
     Attributes:
         note: the user's text, such as the model.

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypedDict
@@ -74,20 +75,11 @@ class PrefixTrace:
     requests: Sequence[PrefixRequest]
 
 
-def is_prefix_trace(path: Path) -> bool:
-    """Whether a file looks like JSON; False if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(64).lstrip()[:1] == b"{"
-    except (OSError, ValueError):
-        return False
-
-
 def read_prefix(path: Path) -> PrefixTrace:
     """Read a prefix trace, ours or Mooncake's.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no request.
+        ConfigError: the file cannot be read, or a line is not a request.
     """
     name = repr(str(path))
     lines = read_text(path, "trace").split("\n")
@@ -166,7 +158,7 @@ def convert_sglang(
         tokenize: turns the text of requests without token ids into token ids; None: there are none.
 
     Raises:
-        ConfigError: a file cannot be read, or a line is no request.
+        ConfigError: a file cannot be read, or a line is not a request.
     """
     numbers: dict[bytes, int] = {}
     requests = []
@@ -224,11 +216,11 @@ def _converted(
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixPoint:
-    """A cache and what it would have held.
+    """The result of a replay through one cache.
 
     Attributes:
         capacity: tokens; None: unlimited.
-        ttl_s: seconds that a block stays after its last use; None: for ever.
+        ttl_s: seconds that a block stays after its last use; None: no limit.
         hit_ratio: prompt tokens that the cache held, of all prompt tokens.
         peak_tokens: the most tokens that it held.
     """
@@ -249,7 +241,7 @@ def replay_prefix(trace: PrefixTrace, capacity: int | None, ttl_s: float | None)
     Args:
         trace: the trace.
         capacity: tokens; None: unlimited.
-        ttl_s: seconds that a block stays after its last use; None: for ever.
+        ttl_s: seconds that a block stays after its last use; None: no limit.
     """
     size = trace.block_size
     most = float("inf") if capacity is None else capacity // size
@@ -279,23 +271,16 @@ def replay_prefix(trace: PrefixTrace, capacity: int | None, ttl_s: float | None)
     )
 
 
-def on_front(points: Sequence[PrefixPoint]) -> list[bool]:
-    """Whether no other cache holds at most as much and hits at least as often, one strictly."""
-
-    def worse(a: PrefixPoint, b: PrefixPoint) -> bool:
-        better = (-b.hit_ratio, b.peak_tokens), (-a.hit_ratio, a.peak_tokens)
-        return all(x <= y for x, y in zip(*better, strict=True)) and better[0] != better[1]
-
-    return [not any(worse(point, other) for other in points) for point in points]
-
-
 def are_prefixes(files: Sequence[Path]) -> bool:
-    """Whether files are prefix traces.
+    """Whether files are prefix traces, which look like JSON; False if they cannot be read.
 
     Raises:
         ConfigError: some are, and others are not.
     """
-    kinds = [is_prefix_trace(file) for file in files]
+    kinds = []
+    for file in files:
+        with suppress(OSError, ValueError), file.open("rb") as opened:
+            kinds.append(opened.read(64).lstrip()[:1] == b"{")
     if any(kinds) and not all(kinds):
         raise ConfigError("got prefix traces and traces of selections, expected one of the two")
     return any(kinds)
@@ -340,7 +325,4 @@ def replay_all(
         for ttl in ttls
         for capacity in dict.fromkeys(capacities)
     ]
-    front = on_front(points)
-    return about | {
-        "points": [asdict(x) | {"pareto": best} for x, best in zip(points, front, strict=True)]
-    }
+    return about | {"points": list(map(asdict, points))}

@@ -6,7 +6,6 @@ import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -58,11 +57,6 @@ class Selections(NamedTuple):
         """One more than the largest page."""
         return max(1, int(self.full_pages.max(initial=0)), int(self.pages.max(initial=-1)) + 1)
 
-    @property
-    def widest(self) -> int:
-        """Pages of the longest selection."""
-        return int(np.diff(self.offsets).max(initial=0))
-
     def steps(self, stream: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Each selection of a stream, and the pages completed since the one before."""
         full = 0
@@ -82,12 +76,12 @@ class SelectionTrace:
 
     Attributes:
         header: what the trace is of.
-        end: how the recording ended; None: the file ends early, as that of a killed process.
+        end: how the recording ended; None: the file ends early, because the process was killed.
         visits: all decode steps of all requests, in the order of time.
         num_bytes: size of the file.
 
     Raises:
-        ConfigError: the file cannot be read, is no trace, or is damaged.
+        ConfigError: the file cannot be read, is not a trace, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,12 +101,7 @@ class SelectionTrace:
     def __enter__(self) -> SelectionTrace:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._data.close()
 
     def layer(self, layer_id: int) -> LayerPages:

@@ -1,4 +1,4 @@
-"""Hit ratios and bytes of caches that a trace's selections would have had.
+"""Replays the selections of a trace through caches: their hits, and the bytes that they read.
 
 All pages of a selection are resident at once: hits are counted before the step, and no page that is
 selected is evicted, as in :func:`hisparse.kernels.lru_diff`. A stream starts with the most recent
@@ -8,6 +8,7 @@ selections enter it as the hottest.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,15 +182,6 @@ def _whole(trace: SelectionTrace) -> int:
     return (int(trace.full_pages.max()) + 1) * trace.header.page_size
 
 
-def _curve_buffers(trace: SelectionTrace) -> list[int]:
-    """Powers of two times the smallest buffer, and the whole context."""
-    tokens, largest, found = least_buffer(trace), _whole(trace), []
-    while tokens < largest:
-        found.append(tokens)
-        tokens *= 2
-    return [*found, largest]
-
-
 def describe(file: Path, trace: SelectionTrace) -> dict[str, Any]:
     """What a trace holds."""
     header, visits = trace.header, trace.visits
@@ -243,16 +235,14 @@ def recommend(file: Path, hit_ratio: float) -> dict[str, Any]:
         least = max(least_buffer(trace), budget if isinstance(budget, int) else 0)
         low = -(-least // size)
         # A buffer for the whole context starts with it and misses nothing.
-        high = max(low, _whole(trace) // size)
-        while low < high:
-            middle = (low + high) // 2
-            if replay_hits(trace, "lru", [middle * size]).ratio[0] >= hit_ratio:
-                high = middle
-            else:
-                low = middle + 1
-        best = replay_hits(trace, "lru", [low * size])
+        buffers = range(low * size, max(low * size, _whole(trace)), size)
+        enough = bisect_left(
+            buffers, hit_ratio, key=lambda tokens: replay_hits(trace, "lru", [tokens]).ratio[0]
+        )
+        tokens = low * size + enough * size
+        best = replay_hits(trace, "lru", [tokens])
     return about | {
-        "device_buffer_size": low * size,
+        "device_buffer_size": tokens,
         "hit_ratio": best.ratio[0],
         "bytes_per_step": best.bytes_per_step[0],
     }
@@ -273,13 +263,7 @@ def replay_trace(
     """
     with SelectionTrace(file) as trace:
         buffers = _buffers(given, least_buffer(trace), file)
-        points = _curve_buffers(trace)
-        curve = replay_hits(trace, "lru", points)
         about = describe(file, trace) | overlaps(trace) | {"buffers": buffers, "policies": {}}
-        about["curve"] = [
-            {"buffer": tokens, "hit_ratio": ratio, "bytes_per_step": read}
-            for tokens, ratio, read in zip(points, curve.ratio, curve.bytes_per_step, strict=True)
-        ]
         for policy in policies:
             found = replay_hits(trace, policy, buffers)
             about["policies"][policy] = {

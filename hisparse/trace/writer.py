@@ -1,4 +1,4 @@
-"""Writes a trace on a thread of its own, so that decode steps never wait for the disk."""
+"""Writes a trace on a separate thread, so that decode steps never wait for the disk."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TraceWriter:
         self._num_requests = 0
         step_pages = len(header.layers) * header.heads * header.max_pages
         self._chunk_visits = min(visits_that_fit(header), max(1, _CHUNK_PAGES // step_pages))
-        # What waits, and who waits for it: a step pays for no more than a lock.
+        # Steps that wait for the thread. A decode step only takes the lock.
         self._lock = threading.Lock()
         self._waiting: list[RecordedStep] = []
         self._waiting_bytes = 0
@@ -93,28 +93,19 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._run, name="hisparse-trace", daemon=True)
         self._thread.start()
 
-    def put(self, step: RecordedStep, *, wait: bool = False) -> bool:
-        """Hand over a step; False if it was dropped, for the writer is behind or has stopped.
-
-        Args:
-            step: the step.
-            wait: wait for a writer that is behind.
-        """
-        while self._stopped is None:
-            with self._lock:
-                count, num_bytes = len(self._waiting), self._waiting_bytes + step.pages.nbytes
-                fits = count < _QUEUED_STEPS and num_bytes <= _QUEUED_BYTES
-                if self._stopped is None and (fits or not count):
-                    self._waiting.append(step)
-                    self._waiting_bytes = num_bytes
-                    self._taken += 1
-                    # The thread also looks once a second.
-                    if 2 * count >= _QUEUED_STEPS or num_bytes >= 4 * _CHUNK_PAGES:
-                        self._wake.set()
-                    return True
-            if not wait:
-                break
-            self.flush()
+    def put(self, step: RecordedStep) -> bool:
+        """Hand over a step; False if it was dropped: the writer is too slow, or has stopped."""
+        with self._lock:
+            count, num_bytes = len(self._waiting), self._waiting_bytes + step.pages.nbytes
+            fits = count < _QUEUED_STEPS and num_bytes <= _QUEUED_BYTES
+            if self._stopped is None and (fits or not count):
+                self._waiting.append(step)
+                self._waiting_bytes = num_bytes
+                self._taken += 1
+                # The thread also looks once a second.
+                if 2 * count >= _QUEUED_STEPS or num_bytes >= 4 * _CHUNK_PAGES:
+                    self._wake.set()
+                return True
         self._refused += 1
         return False
 
@@ -130,7 +121,7 @@ class TraceWriter:
         while self._thread.is_alive() and self._stopped is None and self._written < taken:
             self._idle.clear()
             self._wake.set()
-            # Not for ever: the thread may end at any time.
+            # With a time limit: the thread may end at any time.
             self._idle.wait(0.01)
 
     def close(self) -> None:
@@ -193,7 +184,7 @@ class TraceWriter:
         for first in range(0, len(requests), self._chunk_visits):
             part = slice(first, first + self._chunk_visits)
             visits = Visits(np.array(requests[part], np.int32), seq_lens[part])
-            # There are several parts of one step alone.
+            # Only a single step can have several parts.
             pages = np.concatenate([x.pages.numpy()[:, part] for x in steps], axis=1)
             chunk = encode_chunk(STEP, encode_steps(visits, pages))
             if self._num_bytes + len(chunk) + _END_BYTES > self._max_bytes:

@@ -43,8 +43,7 @@ class DB:
             of the last three has.
         config: the settings.
         size: most bytes of the store; a fraction is of the file system's size. None: no limit.
-        policy: which pages leave first: "lru", "lfu" or "ttl".
-        ttl_s: seconds that an unused page stays, with the policy "ttl".
+        ttl_s: seconds that an unused page stays; None: until its space is needed.
         page_tokens: tokens of a page of the store, a multiple of the settings' ``page_size``;
             None: the default ``--page-size`` of a server with these settings.
         sizes: ``max_batch_size``, ``max_length``, ``max_tokens`` and ``device``, as of
@@ -63,7 +62,6 @@ class DB:
         config: HiSparseConfig | Mapping[str, Any] | None = None,
         *,
         size: MemorySize | None = None,
-        policy: str = "lru",
         ttl_s: float | None = None,
         page_tokens: int | None = None,
         **sizes: Any,
@@ -80,7 +78,7 @@ class DB:
         unchanged = UnchangedModel(model)
         folder = Path(path).expanduser()
         num_bytes = size_in_bytes("size", size, folder)
-        self._store = FileStore(folder, num_bytes, policy=policy, ttl_s=ttl_s)
+        self._store = FileStore(folder, num_bytes, ttl_s=ttl_s)
         try:
             self._cache = enable(model, settings, **sizes)
             rows = self._cache.row_store

@@ -18,8 +18,8 @@ from hisparse.kernels.build import cpu, isa
 from hisparse.sglang import install
 
 
-def only(look: Callable[[], list[Finding]]) -> Finding:
-    (found,) = look()
+def only(look: Callable[[], Finding]) -> Finding:
+    found = look()
     assert "\n" not in found.message + found.remedy
     return found
 
@@ -122,13 +122,14 @@ def test_kernels_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) 
     assert check.message == f"C++ for AVX2, as {isa.VARIABLE}=avx2 asks: /cache/cpu.so"
 
 
-def test_numa_nodes(tmp_path: Path) -> None:
-    assert checks.numa(tmp_path)[0].message == "one node"
+def test_numa_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_NODES", tmp_path)
+    assert checks.numa().message == "one node"
     for node in (0, 1):
         (tmp_path / f"node{node}").mkdir()
         text = f"Node {node} MemTotal: 9 kB\nNode {node} MemFree:   {(node + 1) * 2**20} kB\n"
         (tmp_path / f"node{node}" / "meminfo").write_text(text)
-    (check,) = checks.numa(tmp_path)
+    check = checks.numa()
     assert check.status == "warning"
     assert check.message == "node 0: 1 GiB free, node 1: 2 GiB free"
 
@@ -139,21 +140,22 @@ def test_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (check.status, check.message[:11]) == ("warning", "1 GiB free;")
 
 
-def test_what_a_check_raises_is_a_finding() -> None:
-    def broken_thing() -> list[Finding]:
+def test_what_a_check_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Finding:
         raise OSError("first\nsecond")
 
-    found = checks.run_checks([checks.python, broken_thing])
-    assert [check.status for check in found] == ["ok", "error"]
-    assert (found[1].name, found[1].message) == ("broken thing", "OSError: first")
+    monkeypatch.setattr(checks, "_CHECKS", {"python": checks.python, "broken": broken})
+    fine, wrong = checks.run_checks().items()
+    assert (fine[0], fine[1].status) == ("python", "ok")
+    assert (wrong[0], *wrong[1][:2]) == ("broken", "error", "OSError: first")
 
 
 def test_a_table_names_the_remedy_and_errors_make_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [Finding(name="one", status="warning", message="so", remedy="do this")]
+    found = {"one": Finding("warning", "so", "do this")}
     monkeypatch.setattr(doctor, "run_checks", lambda: found)
     assert main(["doctor"]) == 0
     assert "-> do this" in capsys.readouterr().out
-    found.append(Finding(name="two", status="error", message="no"))
+    found["two"] = Finding("error", "no")
     assert main(["doctor"]) == 1

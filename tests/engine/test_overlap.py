@@ -149,7 +149,8 @@ class Forgetful(DelayedStreams):
 
     def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
         started = super().start(lane, work)
-        return Never(None) if self._function in work.__qualname__ else started
+        name = getattr(work, "__qualname__", "")  # A partial function has none.
+        return Never(None) if self._function in name else started
 
 
 def differs(sim: Simulator, **settings: Any) -> bool:

@@ -16,7 +16,7 @@ from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.cache.kv_io import read_tokens, write_tokens
 from hisparse.engine.extensions.tail_estimate import TailEstimate
-from hisparse.engine.restored import RestoredPages
+from hisparse.engine.received import RestoredPages
 from hisparse.testing import Request, Simulator
 
 LENGTH, STORED, PROMPT = 180, 96, 136

@@ -15,7 +15,6 @@ def record(
     right: dict[str, list[bool]] | None = None,
     budget: int = 64,
     scope: str = "kv_head",
-    kept: list[list[float] | None] | None = None,
     cost: float = 10.0,
 ) -> dict[str, Any]:
     """A line of records.jsonl.
@@ -29,7 +28,6 @@ def record(
         right: by task, of each question.
         budget: tokens.
         scope: of the selection.
-        kept: tokens by layer and head.
         cost: bytes a token.
     """
     items = [{"task": "continue", "right": False, "log_probs": continued}]
@@ -51,11 +49,6 @@ def record(
             "selection_scope": scope,
             "mass": 0.75,
             "oracle_recall": 0.5,
-            "adjacent_overlap": 0.25,
             "kept_mean": budget - 8.0,
-            "kept_p95": float(budget),
-            "kept_by_head": kept or [[budget - 8.0, budget - 8.0], None],
-            "capped": 1.0,
-            "hit_ratio": {"1x": 0.6, "2x": 0.8},
         }
     return found

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from hisparse.errors import ConfigError
 from hisparse.eval import Evaluation, Item, Method, make_cells, make_summary, parse_methods
+from hisparse.eval.documents import CONTINUE
 from hisparse.eval.evaluation import score_items
 from hisparse.eval.texts import read_text
 from hisparse.transformers import HiSparseCache, disable, enable
@@ -34,7 +35,7 @@ def net() -> Any:
 
 
 def items(seed: int) -> list[Item]:
-    lengths = {"short": (9, 3), "long": (20, 12)}
+    lengths = {"short": (9, 3), CONTINUE: (20, 12)}
     return [
         Item(
             task=task,
@@ -57,7 +58,7 @@ def contents(made: Any, **settings: Any) -> tuple[HiSparseCache, Tensor]:
 
 def test_dense_answers_are_those_of_the_model(net: Any) -> None:
     cache, ids = contents(net, **Method.dense().settings)
-    found = score_items(net, cache, ids[0].tolist(), items(1), keep="long")
+    found = score_items(net, cache, ids[0].tolist(), items(1))
     disable(net)
     for got in found:
         start = got.item.start
@@ -69,7 +70,7 @@ def test_dense_answers_are_those_of_the_model(net: Any) -> None:
         expected = log_probs[at].gather(1, tokens[:, None])[:, 0]
         assert_close(torch.tensor(got.log_probs), expected, rtol=1e-3, atol=1e-3)
         assert got.correct == (log_probs[at].argmax(-1) == tokens).tolist()
-        assert bool(got.distributions) == (got.item.task == "long")
+        assert bool(got.distributions) == (got.item.task == CONTINUE)
         if got.distributions:
             assert_close(torch.stack(got.distributions), log_probs[at], rtol=1e-3, atol=1e-3)
 
@@ -142,7 +143,6 @@ def test_a_run_writes_records_as_they_come_and_goes_on_from_them(tmp_path: Path)
     assert 0 < summary["streaming"]["mass"] < 1
     assert summary["streaming"]["bytes_per_token"] == 0
     assert summary["streaming"]["selection_scope"] == "kv_head"
-    assert len(summary["snapkv"]["kept_by_head"]) == 3, "layers"
     json.dumps(list(summary.values()), allow_nan=False)
     cells = make_cells(records)
     assert {c["task"] for c in cells} == {"needle", "multikey", "variable", "qa", "copy"}
@@ -162,11 +162,9 @@ def test_figures_do_not_depend_on_how_many_rows_fit(
     monkeypatch.setattr("hisparse.eval.evaluation.rows_that_fit", lambda model, config: 7)
     parts = make_summary(evaluation(tmp_path / "parts", methods, tasks=tasks).run())
     for line, other in zip(whole, parts, strict=True):
-        for name in ("kl", "mass", "oracle_recall", "adjacent_overlap", "kept_mean"):
+        for name in ("kl", "mass", "oracle_recall", "kept_mean"):
             if line[name] is not None:
                 assert other[name] == pytest.approx(line[name], rel=1e-3)
-        for size, ratio in (line["hit_ratio"] or {}).items():
-            assert other["hit_ratio"][size] == pytest.approx(ratio, rel=1e-3)
 
 
 def test_keys_and_values_stored_in_eight_bits_are_compared(tmp_path: Path) -> None:

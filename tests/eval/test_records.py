@@ -10,11 +10,8 @@ import pytest
 
 from hisparse.errors import ConfigError
 from hisparse.eval.results import RecordKey, Records
-from tests.command import Command
 from tests.eval.synthetic_records import record
 from tests.processes import largest_file
-
-RESULT = Path(__file__).with_name("smollm2-1k.json")
 
 
 def line(document: str) -> dict[str, Any]:
@@ -45,7 +42,7 @@ def test_a_torn_line_is_cut_off_and_the_others_stay(records: Records, tmp_path: 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (b"{}", "lacks algorithm, budget"),
+        (b"{}", "got no algorithm, budget"),
         (b"[1]", "got [1] (list), expected an object"),
         (b'{"kl": 1', "not JSON at line 1"),
         (b"\xff", "not UTF-8 text"),
@@ -78,14 +75,3 @@ def test_a_disk_that_is_full_cuts_a_line_and_the_others_stay(tmp_path: Path) -> 
     with largest_file(1):
         assert list(records.read()) == [RecordKey("first", "quest", 64, "00000000")]
     assert file.read_text() == whole
-
-
-@pytest.mark.parametrize("suffix", [".md", ".html"])
-def test_a_report_keeps_the_older_one(tmp_path: Path, suffix: str, command: Command) -> None:
-    file = tmp_path / f"report{suffix}"
-    file.write_text("an older report")
-    with largest_file(100):
-        said = command.refused("eval", "--from", str(RESULT), "--report", str(file))
-    assert said == f"hisparse: error: --report: cannot write {str(file)!r}: File too large\n"
-    assert file.read_text() == "an older report"
-    assert list(tmp_path.iterdir()) == [file]

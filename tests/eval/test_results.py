@@ -144,12 +144,9 @@ def test_ratios_are_of_documents_that_both_ran_on() -> None:
 
 def test_what_is_kept_is_averaged_over_documents() -> None:
     records = [record(x, "dense", kl=[0.0], continued=[-1.0]) for x in "ab"]
-    records += [
-        record("a", "topp", kl=[0.1], continued=[-1.0], kept=[[10.0, 30.0], None]),
-        record("b", "topp", kl=[0.1], continued=[-1.0], kept=[[20.0, 50.0], None]),
-    ]
+    records += [record(x, "topp", kl=[0.1], continued=[-1.0]) for x in "ab"]
+    records[-1]["mass"] = 0.25
     line = line_of(records, "topp")
-    assert line["kept_by_head"] == [[15, 40], None]
-    assert line["hit_ratio"] == pytest.approx({"1x": 0.6, "2x": 0.8})
+    assert line["mass"] == pytest.approx(0.5)
     assert line["documents"] == 2
-    assert line_of(records, "dense")["kept_by_head"] is None
+    assert line_of(records, "dense")["mass"] is None

@@ -68,20 +68,14 @@ def read_checked(reader: Reader, path: Path, content: bytes, capture: io.StringI
 
 
 def changed(rng: random.Random, data: bytes, mutate: Callable[[bytes], bytes]) -> bytes:
-    """A file with changed bytes or JSON; checksums of traces and segments often fit the change, and
-    SQLite finds an index in order."""
+    """A file with changed bytes or JSON; checksums of traces often fit the change."""
     from tests.hostile.mutations import damaged, mutated_object, mutated_text
-    from tests.hostile.store_seals import changed_index, is_index, records_of, resealed_segment
     from tests.hostile.trace_seals import chunks_of, resealed
 
     way = rng.randrange(4)
     with contextlib.suppress(ValueError, RecursionError):  # Not JSON, or nested too deep.
         if way > 1 and (chunks := chunks_of(data)):
             return resealed(rng, chunks)
-        elif way > 1 and (offsets := records_of(data)):
-            return resealed_segment(rng, data, offsets)
-        elif way > 1 and is_index(data):
-            return changed_index(rng, data)
         elif way == 3:
             lines = data.splitlines() or [b""]
             chosen = rng.randrange(len(lines))

@@ -13,8 +13,8 @@ from typing import Any
 from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
-from hisparse.eval.report import read_result, write_reports
 from hisparse.eval.results import Records
+from hisparse.eval.tables import make_tables, read_result
 from hisparse.options import read_text
 from hisparse.storage import FileStore, Namespace
 from hisparse.trace import SelectionTrace, adjacent_overlap, replay_hits
@@ -29,8 +29,8 @@ from hisparse.trace.prefix import (
 from hisparse.trace.replay import least_buffer
 from scripts import make_plots
 from tests.eval.synthetic_records import record
-from tests.eval.test_eval_report import result
-from tests.storage.pages import NAMESPACE, contents, fill, key_of, read
+from tests.eval.test_tables import result
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, page_file, read
 from tests.trace.made import write_trace
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -117,32 +117,33 @@ def _prefixes(folder: Path) -> list[Reader]:
     ]
 
 
-def store_readers(folder: Path) -> list[Reader]:
-    """A segment and an index of a store. A damaged file loses pages, and no store is refused."""
+def _store_readers(folder: Path) -> list[Reader]:
+    """The files of a store. A damaged file loses its page at most, and no store is refused."""
     whole, made = folder / "whole", folder / "store"
-    with FileStore(whole) as store:
+    with FileStore(whole, 1 << 20) as store:
         keys = fill(store, range(3))
-    (segment,) = (whole / "segments").iterdir()
-    index = whole / "index.sqlite"
 
-    def read_store(changed: Path, damaged: Path, lost: str) -> None:
+    def read_store(changed: Path, damaged: Path) -> None:
         shutil.rmtree(made, ignore_errors=True)
-        shutil.copytree(whole, made, ignore=shutil.ignore_patterns(lost))
-        shutil.copyfile(changed, made / damaged.relative_to(whole))
-        with FileStore(made, create=False) as store:
-            store.verify()
+        shutil.copytree(whole, made)
+        shutil.copyfile(changed, made / damaged)
+        with FileStore(made, 1 << 20, create=False) as store:
+            if damaged.name == keys[0]:
+                store.verify()
             found = read(store, keys)
-            assert store.find(NAMESPACE, keys) == (*found, False).index(False)
+            assert found[1:] == [True, True] and (found[0] or damaged.name == keys[0])
+            store.collect()
             assert store.put(NAMESPACE, key_of(9), contents(key_of(9)))
-            assert read(store, [key_of(9)]) == [True]
-            store.describe()
-            # Nothing that was found is lost when records are copied together.
-            store.collect(1.0)
             assert read(store, [*keys, key_of(9)]) == [*found, True]
+            store.describe()
 
     return [
-        _reader("segment", segment.read_bytes(), lambda x: read_store(x, segment, index.name)),
-        _reader("index", index.read_bytes(), lambda x: read_store(x, index, ""), weight=1),
+        _reader(name, (whole / file).read_bytes(), lambda x, file=file: read_store(x, file), weight)
+        for name, file, weight in (
+            ("page", page_file(Path(), keys[0]), 4),
+            ("namespace.json", page_file(Path(), "namespace.json"), 1),
+            ("size", Path("size"), 1),
+        )
     ]
 
 
@@ -168,16 +169,6 @@ def _storage_command(folder: Path, capture: Any) -> Reader:
 def _namespace(path: Path) -> None:
     found = Namespace.parse(read_text(path, "--namespace"))
     assert Namespace.parse(found.text) == found
-
-
-def _page(folder: Path) -> Callable[[Path], None]:
-    def read(path: Path) -> None:
-        with warnings.catch_warnings():
-            # Matplotlib warns about figures that cannot be drawn to scale.
-            warnings.simplefilter("ignore")
-            write_reports([folder / "page.html"], [read_result(path)], "")
-
-    return read
 
 
 def _plot(kind: str, folder: Path, capture: Any) -> Callable[[Path], None]:
@@ -207,15 +198,12 @@ def readers(folder: Path, capture: Any) -> list[Reader]:
         _records(),
         _trace(folder),
         *_prefixes(folder),
-        *store_readers(folder),
+        *_store_readers(folder),
         _storage_command(folder, capture),
         _reader("namespace", NAMESPACE.text.encode(), _namespace),
         _reader("settings", json.dumps(settings).encode(), lambda p: HiSparseConfig.parse(f"@{p}")),
         _reader("text", "Straße 😀\n".encode(), lambda path: read_text(path, "--text")),
-        _reader(
-            "report", quality, lambda p: write_reports([folder / "x.md"], [read_result(p)], "")
-        ),
-        _reader("page", quality, _page(folder), weight=1),
+        _reader("result", quality, lambda path: make_tables(read_result(path))),
         *(
             _reader(f"{kind} plot", content, _plot(kind, folder, capture), weight=1)
             for kind, content in (("quality", quality), ("speed", bench), ("trace", traces))

@@ -56,8 +56,8 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "tail_estimate": (True, False, {}),
     "storage": (
         None, {"path": "/x"}, {"path": "/x", "size": "1GiB"}, {"path": "x", "size": 0.5},
-        {"backend": "file", "path": "~/x", "policy": "lfu", "threads": 64, "timeout_s": 0.5},
-        {"path": "/x", "policy": "ttl", "ttl_s": 3600}, {"path": "/x", "ttl_s": 60},
+        {"backend": "file", "path": "~/x", "threads": 64, "timeout_s": 0.5},
+        {"path": "/x", "ttl_s": 3600}, {"backend": "mooncake", "ttl_s": 60},
         {"backend": "mooncake", "options": {"protocol": "tcp"}}, {"backend": "mooncake"},
         {"backend": "nixl", "path": "lru"}, {"backend": "hf3fs", "size": 4096}, {"size": "1GiB"},
         {"path": "/x", "swap_min_tokens": 100, "representations": "built"},

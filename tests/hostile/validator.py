@@ -69,9 +69,6 @@ def _storage_agrees(storage: dict[str, Any] | None) -> bool:
     """The rules of the table of ``storage``: which options belong to the file store."""
     if storage is None:
         return True
-    policy, ttl_s = storage.get("policy", "lru"), storage.get("ttl_s")
-    own = (storage.get("path"), storage.get("size"), ttl_s)
     if storage.get("backend", "file") != "file":
-        return own == (None, None, None) and policy == "lru"
-    ends = (policy == "ttl") == (ttl_s is not None)
-    return ends and bool(storage.get("path")) and not storage.get("options")
+        return all(storage.get(name) is None for name in ("path", "size", "ttl_s"))
+    return bool(storage.get("path")) and not storage.get("options")

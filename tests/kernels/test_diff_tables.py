@@ -19,7 +19,6 @@ from hisparse.kernels import (
     lru_diff,
     verify_diff,
 )
-from hisparse.kernels.lru.reference import page_table
 from tests.kernels.world import World, i32, indexed
 from tests.sizes import sized
 
@@ -190,6 +189,11 @@ def test_a_gpu_marks_it_counts_it_and_attends_the_tail_page(
     assert rows.malformed.tolist() == [2**40 + 1]
 
 
+def pages_of(device_pages: Tensor, slots: Tensor) -> Tensor:
+    """``[R, K]``, device pages of the slots of each row, -1 for none."""
+    return device_pages.gather(1, slots.clamp(min=0).long()).where(slots >= 0, -1)
+
+
 @settings(max_examples=sized(20, 200), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_tables_are_the_pages_of_what_lru_diff_finds(impl: str, seed: int) -> None:
@@ -214,10 +218,10 @@ def test_tables_are_the_pages_of_what_lru_diff_finds(impl: str, seed: int) -> No
         found = diff_tables(selection, i32(lengths), own, fused, page_size=SIZE, impl=impl)
         inputs = (selection, table, worlds[1].capacity, real, apart)
         diff = lru_diff(*inputs, rows=index, num_pages=i32(num_pages), impl=impl)
-        attended = page_table(apart.device_pages, index, diff.curr_device_slots)
+        attended = pages_of(apart.device_pages, diff.curr_device_slots)
         attended = torch.nn.functional.pad(attended, (0, 1), value=-1)
         attended.scatter_(1, i32(lengths)[:, None].long(), tails[:, None])
-        loads = page_table(apart.device_pages, index, diff.load_device_slots)
+        loads = pages_of(apart.device_pages, diff.load_device_slots)
         assert torch.equal(found.attended, attended)
         assert torch.equal(found.loads, loads)
         assert torch.equal(found.load_host_pages, diff.load_host_pages)

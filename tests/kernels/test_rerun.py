@@ -10,12 +10,13 @@ import torch
 
 from hisparse import kernels
 from hisparse.errors import KernelError
+from hisparse.kernels import RowState
 from hisparse.kernels.build.cpu import build_cpu, cpu_library
-from hisparse.types import PagedKV
 from tests.kernels.isa.builds import NATIVE
 from tests.kernels.isa.calls import Call, Result
 from tests.kernels.isa.compare import TOLERANCE, difference
 from tests.kernels.isa.recorder import Recorded, Recorder
+from tests.kernels.world import i32
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 
@@ -24,17 +25,17 @@ pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 def recorded() -> list[Recorded]:
     """A call with integers, one with floats, and one that is refused."""
     generator = torch.Generator().manual_seed(0)
-    pages = torch.arange(6, dtype=torch.int32).view(2, 1, 3, 1)
-    slots = torch.tensor([1, 4])
-    table = torch.tensor([[3, 1, 0, 2]], dtype=torch.int32)
+    state = RowState(i32([[0, 1, 2]]), i32([[2, 0, 1]]), i32([[7, 8, 9]]))
+    selection = i32([[1, 3, -1]])
+    table = i32([[3, 1, 0, 2]])
     query = torch.randn(1, 4, 32, generator=generator)
     summaries = torch.randn(4, 1, 2, 64, generator=generator)
     recorder = Recorder()
     with recorder.recording():
-        kernels.gather_tokens(PagedKV(pages, pages), slots, impl="cpu")
-        kernels.page_score(query, summaries, table, torch.tensor([3], dtype=torch.int32))
-        with pytest.raises(KernelError, match="slots: got 6"):
-            kernels.gather_tokens(PagedKV(pages, pages), slots + 2, impl="cpu")
+        kernels.lru_diff(selection, table, i32([3]), i32([1]), state, impl="cpu")
+        kernels.page_score(query, summaries, table, i32([3]))
+        with pytest.raises(KernelError, match="selection: got page 4"):
+            kernels.lru_diff(selection + 1, table, i32([3]), i32([1]), state, impl="cpu")
     return recorder.recorded
 
 
@@ -59,8 +60,8 @@ def corrupted(record: Recorded, argument: int, change: float) -> Result:
 def test_a_corrupted_result_is_found(recorded: list[Recorded], tmp_path: Path) -> None:
     integers, floats, refused = recorded
     got = rerun([record.call for record in recorded], tmp_path)
-    line = difference(integers.call, corrupted(integers, 2, 1), got[0])
-    assert line == "argument 3: got 1 at [0, 0, 0], expected 2 (1 of 2 differ)"
+    line = difference(integers.call, corrupted(integers, 8, 1), got[0])
+    assert line == "argument 10: got 1 at [0, 0], expected 2 (1 of 3 differ)"
     line = difference(floats.call, corrupted(floats, 4, 1e-2), got[1])
     assert line is not None
     assert line.startswith("argument 5: got")
@@ -68,7 +69,8 @@ def test_a_corrupted_result_is_found(recorded: list[Recorded], tmp_path: Path) -
     # An input that a kernel overwrites.
     assert difference(floats.call, corrupted(floats, 3, 1), got[1]) is not None
     line = difference(refused.call, refused.result._replace(outcome="ok"), got[2])
-    assert line == "got 'ValueError: slots: got 6 for token 1, expected 0 to 5', expected 'ok'"
+    assert line is not None
+    assert line.endswith("selection: got page 4 in row 0, expected -1 to 3', expected 'ok'")
 
 
 def test_a_read_behind_a_tensor_stops_the_program(recorded: list[Recorded], tmp_path: Path) -> None:
@@ -81,5 +83,5 @@ def test_a_read_behind_a_tensor_stops_the_program(recorded: list[Recorded], tmp_
 
 
 def test_a_kernel_that_is_missing_is_named(recorded: list[Recorded], tmp_path: Path) -> None:
-    call = replace(recorded[0].call, name="gather_tokns")
+    call = replace(recorded[0].call, name="lru_dif")
     assert rerun([call], tmp_path)[0].outcome == "missing: no such kernel in the library"

@@ -20,25 +20,23 @@ from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
 from hisparse.storage import FileStore
 from tests.sizes import PART
+from tests.storage.pages import page_files
 
 pytestmark = pytest.mark.skipif(PART != "faults", reason="servers: make test-all PART=faults")
 
-#: Files of the server end at 4 MiB while another file exists: a full disk, as the writer sees it.
+#: The disk is full while a file exists, as the writer of pages sees it.
 FULL = """
-    import os, resource
-
-    from hisparse.storage import FileStore
+    import errno, os
 
     def install() -> None:
-        put = FileStore.put
+        writev = os.writev
 
-        def limited(self, *args, **options):
-            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            size = 4 << 20 if os.path.exists(os.environ["FULL_WHILE"]) else hard
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-            return put(self, *args, **options)
+        def limited(fd, views):
+            if os.path.exists(os.environ["FULL_WHILE"]):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return writev(fd, views)
 
-        FileStore.put = limited
+        os.writev = limited
 """
 
 
@@ -69,8 +67,7 @@ def test_a_full_disk(log_dir: Path, tmp_path: Path) -> None:
             assert ids_of(answers_of(server, prompts)) == right
             wait_for(server, "storage_failed_offloads", 1)
             server.flush_cache()
-        largest = max(path.stat().st_size for path in store.glob("segments/*.seg"))
-        assert largest <= 4 << 20, "the disk was not full"
+        assert not page_files(store), "the disk was not full"
         full.unlink()
         end = time.monotonic() + 60
         while True:

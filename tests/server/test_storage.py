@@ -27,6 +27,7 @@ from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
 from hisparse.transformers import DB
+from tests.storage.pages import page_files
 
 FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "4")
 PROMPT = PROMPTS.prompts[5]
@@ -210,27 +211,23 @@ def test_an_adapter_that_is_trained_again_finds_no_page_of_before(
 
 
 def damage(store: Path, seed: int) -> int:
-    """Flip a bit in every 4 KiB of the segments' second half, and cut the longest one short."""
-    rng, files = random.Random(seed), sorted(store.glob("segments/*.seg"))
-    flipped = 0
-    for path in files:
+    """Flip a bit in half of the pages, and cut one short. Returns how many were flipped."""
+    rng, files = random.Random(seed), page_files(store)
+    cut, *flipped = rng.sample(files, len(files) // 2)
+    for path in flipped:
         with path.open("r+b") as file:
-            size = path.stat().st_size
-            for offset in range(size // 2, size, 4096):
-                at = min(offset + rng.randrange(4096), size - 1)
-                file.seek(at)
-                byte = file.read(1)[0]
-                file.seek(at)
-                file.write(bytes([byte ^ 1 << rng.randrange(8)]))
-                flipped += 1
-    longest = max(files, key=lambda p: p.stat().st_size)
-    os.truncate(longest, longest.stat().st_size * 7 // 8)
-    return flipped
+            at = rng.randrange(path.stat().st_size)
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+    os.truncate(cut, cut.stat().st_size * 7 // 8)
+    return len(flipped)
 
 
 @more
 @pytest.mark.parametrize("sign", few(["SIGTERM", "SIGKILL"], "SIGKILL"))
-def test_a_server_that_ends_in_mid_offload_and_damaged_extents(
+def test_a_server_that_ends_in_mid_offload_and_damaged_pages(
     sign: str, log_dir: Path, tmp_path: Path, tokens_without: Tokens
 ) -> None:
     """What it wrote until then is there and whole; the rest is computed, and what is damaged."""

@@ -16,6 +16,7 @@ from hisparse.cache.formats import format_of
 from hisparse.errors import ConfigError
 from hisparse.sglang import features, hooks, session
 from hisparse.sglang.features import speculation
+from hisparse.sglang.features.dsa.pools import DraftDSAPool, HiSparseDSAPool
 from hisparse.sglang.features.speculation import draft_backend
 from hisparse.sglang.features.speculation.draft_backend import DraftAttnBackend, DraftSteps
 from hisparse.sglang.features.speculation.draft_model import (
@@ -24,7 +25,7 @@ from hisparse.sglang.features.speculation.draft_model import (
     draft_token_bytes,
     sglang_draft_bytes,
 )
-from hisparse.sglang.kv_pool import DraftDSAPool, HiSparseDSAPool, HiSparseMHAPool
+from hisparse.sglang.kv_pool import HiSparseMHAPool
 from tests.shapes import small_spec
 
 Q_HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 6

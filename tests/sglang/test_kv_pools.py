@@ -15,7 +15,8 @@ from sglang.srt.plugins import load_plugins
 from hisparse.cache.formats import format_of
 from hisparse.errors import HiSparseError
 from hisparse.sglang import plugin, session
-from hisparse.sglang.kv_pool import HiSparseDSAPool, HiSparseMHAPool, HiSparseMLAPool
+from hisparse.sglang.features.dsa.pools import HiSparseDSAPool
+from hisparse.sglang.kv_pool import HiSparseMHAPool, HiSparseMLAPool
 from tests.shapes import small_spec
 
 RANK, ROPE = 12, 4

@@ -67,7 +67,7 @@ def test_records_move_between_all_layouts(shape: dict[str, Any]) -> None:
         for got, expected in zip(bits_at(target, others), bits_at(source, pages), strict=True):
             assert torch.equal(got, expected)
         assert other.describe() == form.describe()
-        assert other.part_bytes == form.part_bytes
+        assert other.record_bytes == form.record_bytes
     assert torch.equal(records[0], records[1]) and torch.equal(records[0], records[2])
 
 
@@ -95,16 +95,3 @@ def test_records_of_other_shapes_have_other_descriptions() -> None:
     found = {PageSerializer(make_pool("page_head", **x), 8, {}).describe() for x in SHAPES.values()}
     # Pages of selection are no part of a record.
     assert len(found) == len(SHAPES) - 1
-
-
-@pytest.mark.parametrize(
-    ("layers", "width", "expected"), [(2, 16, 1), (32, 4096, 32), (30, 1024, 15)]
-)
-def test_parts_are_groups_of_layers_of_a_quarter_mebibyte(
-    layers: int, width: int, expected: int
-) -> None:
-    pool = make_pool("layer_first", num_layers=layers, head_dim=width, v_head_dim=width)
-    parts = PageSerializer(pool, 8, {}).part_bytes
-    layer = 8 * 2 * 2 * width * 4
-    assert sum(parts) == layers * layer
-    assert len(parts) == expected and max(parts) - min(parts) <= layer

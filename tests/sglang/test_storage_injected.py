@@ -20,6 +20,7 @@ from hisparse.sglang.features.storage import calls
 from hisparse.sglang.features.storage.pages import FilePages
 from hisparse.storage import FileStore
 from tests.sizes import sized
+from tests.storage.pages import page_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -45,7 +46,7 @@ class FaultyStore(FileStore):
         self._disturb()
         return super().find(*args)
 
-    def get(self, *args: Any) -> list[bool]:
+    def get(self, *args: Any) -> list[bool | None]:
         self._disturb()
         return super().get(*args)
 
@@ -67,8 +68,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def _damage(rng: random.Random, folder: Path) -> None:
-    """Flip a bit of a segment, or cut one."""
-    files = sorted(folder.glob("segments/*.seg"))
+    """Flip a bit of a page, or cut one."""
+    files = page_files(folder)
     sizes = {path: path.stat().st_size for path in files}
     if not (full := [path for path in files if sizes[path]]):
         return

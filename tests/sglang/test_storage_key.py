@@ -370,10 +370,10 @@ def test_the_file_store_keeps_namespaces_apart_and_tells_damage(tmp_path: Path) 
     assert storage.put(others[:1], [1])
     storage.remover.remove(others.namespace, others[:1].pages)
     assert storage.get(others[:1], [2]) == [None]
-    (segment,) = (tmp_path / "segments").glob("*.seg")
-    data = bytearray(segment.read_bytes())
-    data[5000] ^= 4
-    segment.write_bytes(data)
+    file = tmp_path / "pages" / first.key / names[0]
+    data = bytearray(file.read_bytes())
+    data[100] ^= 4
+    file.write_bytes(data)
     assert storage.get(keys[:1], [2]) == [False]
     assert storage.find(keys) == 0
     storage.close()

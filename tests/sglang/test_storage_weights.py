@@ -39,7 +39,7 @@ PAGES = [1, 2, 3, 4]
 
 
 class LoadedNowhere:
-    """Stands for :class:`hisparse.engine.restored.RestoredPages`."""
+    """Stands for :class:`hisparse.engine.received.RestoredPages`."""
 
     def add(self, pages: torch.Tensor) -> int:
         return 0

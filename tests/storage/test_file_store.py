@@ -14,7 +14,17 @@ import pytest
 
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.storage import FileStore
-from tests.storage.pages import NAMESPACE, contents, fill, key_of, read, segment_files
+from tests.storage.pages import (
+    DISK_BYTES,
+    NAMESPACE,
+    contents,
+    fill,
+    key_of,
+    let_age,
+    page_file,
+    page_files,
+    read,
+)
 
 
 @pytest.fixture
@@ -32,12 +42,10 @@ def test_pages_are_read_whole(store: FileStore) -> None:
 
 
 def test_find_counts_pages_up_to_the_first_that_is_absent(store: FileStore) -> None:
-    # More keys than one statement of SQL takes.
-    keys = [key_of(number) for number in range(600)]
-    stored = fill(store, [*range(550), *range(551, 600)])
-    assert len(stored) == 599
-    assert store.find(NAMESPACE, keys) == 550
-    assert store.find(NAMESPACE, keys[551:]) == 49
+    keys = [key_of(number) for number in range(60)]
+    fill(store, [*range(50), *range(51, 60)])
+    assert store.find(NAMESPACE, keys) == 50
+    assert store.find(NAMESPACE, keys[51:]) == 9
     assert store.find(NAMESPACE, [key_of(-1), *keys]) == 0
     assert store.find(NAMESPACE, []) == 0
     assert store.find(NAMESPACE, [keys[0].upper()]) == 1
@@ -55,16 +63,13 @@ def test_a_second_start_finds_all_pages(tmp_path: Path) -> None:
     with FileStore(tmp_path) as store:
         assert store.find(NAMESPACE, keys) == 5
         assert all(read(store, keys))
-        fill(store, range(5, 10))
-        # A segment that is not full is filled by whoever comes next.
-        assert len(segment_files(tmp_path)) == 1
+        assert all(read(store, fill(store, range(5, 10))))
 
 
 @pytest.mark.parametrize(
     "other",
     [{"model": "tiny2"}, {"kv_dtype": "float16"}, {"page_size": 8}, {"num_ranks": 2},
-     {"num_ranks": 2, "rank": 1}, {"part_bytes": (5000, 8)}, {"part_bytes": (5000, 1, 7)},
-     {"version": 2}],
+     {"num_ranks": 2, "rank": 1}, {"page_bytes": 5004}, {"version": 2}],
     ids=str,
 )  # fmt: skip
 def test_namespaces_share_a_folder_and_no_page(store: FileStore, other: dict[str, Any]) -> None:
@@ -77,11 +82,6 @@ def test_namespaces_share_a_folder_and_no_page(store: FileStore, other: dict[str
     assert read(store, [key], namespace) == read(store, [key]) == [True]
 
 
-def test_sizes_of_parts_may_be_a_list(store: FileStore) -> None:
-    (key,) = fill(store, [1])
-    assert read(store, [key], replace(NAMESPACE, part_bytes=[*NAMESPACE.part_bytes])) == [True]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -90,9 +90,8 @@ def test_sizes_of_parts_may_be_a_list(store: FileStore) -> None:
         ({"model": "a\nb"}, r"model: got 'a\\nb'"),
         ({"rank": 1}, "rank: got 1, expected 0 to 0"),
         ({"page_size": 0}, "page_size: got 0"),
-        ({"part_bytes": ()}, "number of parts: got 0, expected 1 to 64"),
-        ({"part_bytes": (1, 0)}, "smallest part: got 0"),
-        ({"part_bytes": (1 << 31,)}, "got 2147483648"),
+        ({"page_bytes": 0}, "page_bytes: got 0, expected 1 to 1,073,741,823"),
+        ({"page_bytes": 1 << 30}, "page_bytes: got 1073741824"),
     ],
 )
 def test_a_namespace_that_cannot_be(change: dict[str, Any], message: str) -> None:
@@ -100,22 +99,23 @@ def test_a_namespace_that_cannot_be(change: dict[str, Any], message: str) -> Non
         replace(NAMESPACE, **change)
 
 
-def test_the_largest_namespace_fits_its_header(store: FileStore) -> None:
+def test_the_longest_names(store: FileStore) -> None:
     namespace = replace(
-        NAMESPACE, model='"' * 256, kv_dtype="\\" * 256, part_bytes=(1 << 10,) * 64,
-        page_size=2**31 - 1, num_ranks=2**31 - 1, rank=2**31 - 2, version=2**31 - 1,
+        NAMESPACE, model='"' * 256, kv_dtype="\\" * 256, page_size=2**31 - 1, num_ranks=2**31 - 1,
+        rank=2**31 - 2, version=2**31 - 1,
     )  # fmt: skip
     key = "ab" * 64
     assert store.put(namespace, key, contents(key, namespace))
     assert read(store, [key], namespace) == [True]
+    assert store.describe().namespaces[0].namespace == namespace
 
 
 def test_a_page_is_written_once(store: FileStore, tmp_path: Path) -> None:
     (key,) = fill(store, [1])
-    size = segment_files(tmp_path / "store")[0].stat().st_size
+    before = page_file(tmp_path / "store", key).stat()
     assert not store.put(NAMESPACE, key, contents(key))
     assert store.counters["duplicates"] == 1
-    assert segment_files(tmp_path / "store")[0].stat().st_size == size
+    assert page_file(tmp_path / "store", key).stat() == before
 
 
 def test_two_writers_of_one_key(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_two_writers_of_one_key(tmp_path: Path) -> None:
 
 def test_threads_share_a_store(tmp_path: Path) -> None:
     keys = [key_of(number) for number in range(60)]
-    with FileStore(tmp_path, 1 << 30, segment_bytes=1 << 16) as store:
+    with FileStore(tmp_path, 1 << 30) as store:
 
         def work(seed: int) -> int:
             rng, taken = random.Random(seed), 0
@@ -148,11 +148,10 @@ def test_threads_share_a_store(tmp_path: Path) -> None:
         with ThreadPoolExecutor(6) as pool:
             taken = sum(pool.map(work, range(6)))
         assert taken == store.describe().pages == store.counters["puts"]
-        assert store.describe().segments > 1
 
 
 def test_large_reads_are_shared_among_threads(store: FileStore) -> None:
-    namespace = replace(NAMESPACE, part_bytes=(300_000, 300_000))
+    namespace = replace(NAMESPACE, page_bytes=600_000)
     keys = fill(store, range(12), namespace)
     order = random.Random(0).sample([*keys, key_of(77)], 13)
     assert read(store, order, namespace) == [key != key_of(77) for key in order]
@@ -174,13 +173,13 @@ def test_buffers_that_do_not_fit(store: FileStore) -> None:
     size = NAMESPACE.page_bytes
     with pytest.raises(ConfigError, match="got 0 buffers for 1 keys"):
         store.get(NAMESPACE, [key], [])
-    with pytest.raises(ConfigError, match="buffer of 7 bytes, expected 5,008"):
+    with pytest.raises(ConfigError, match="buffer of 7 bytes, expected 5,003"):
         store.get(NAMESPACE, [key], [bytearray(7)])
     with pytest.raises(ConfigError, match="read-only"):
         store.get(NAMESPACE, [key], [bytes(size)])
     with pytest.raises(ConfigError, match="contiguous"):
         store.get(NAMESPACE, [key], [memoryview(bytearray(2 * size))[::2]])
-    with pytest.raises(ConfigError, match="buffer of 1 bytes, expected 5,008"):
+    with pytest.raises(ConfigError, match="buffer of 1 bytes, expected 5,003"):
         store.put(NAMESPACE, key_of(2), bytes(1))
 
 
@@ -188,11 +187,8 @@ def test_buffers_that_do_not_fit(store: FileStore) -> None:
     ("options", "message"),
     [
         ({"size_bytes": 0}, "size_bytes: got 0"),
-        ({"policy": "fifo"}, "unknown policy 'fifo'"),
-        ({"policy": "ttl"}, "ttl_s: got None"),
-        ({"policy": "ttl", "ttl_s": float("nan")}, "ttl_s: got nan"),
-        ({"policy": "lru", "ttl_s": 1.0}, "ttl_s 1.0 with policy 'lru'"),
-        ({"segment_bytes": 0}, "segment_bytes: got 0"),
+        ({"ttl_s": 0}, "ttl_s: got 0, expected seconds above 0"),
+        ({"ttl_s": float("nan")}, "ttl_s: got nan"),
         ({"create": False}, "expected the folder of a store"),
     ],
 )
@@ -217,7 +213,7 @@ def test_a_path_that_cannot_be(path: str, create: bool) -> None:
 
 def test_a_closed_store_holds_nothing_and_leaves_no_file_open(tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    store = FileStore(tmp_path, 1 << 30, segment_bytes=1 << 14)
+    store = FileStore(tmp_path, 1 << 30)
     keys = fill(store, range(20))
     assert all(read(store, keys))
     store.close()
@@ -228,32 +224,40 @@ def test_a_closed_store_holds_nothing_and_leaves_no_file_open(tmp_path: Path) ->
     assert not store.put(NAMESPACE, key_of(99), contents(key_of(99)))
 
 
-def test_what_a_store_says_about_itself(store: FileStore) -> None:
-    other = replace(NAMESPACE, kv_dtype="float16", part_bytes=(50_000,))
+def test_what_a_store_says_about_itself(store: FileStore, tmp_path: Path) -> None:
+    other = replace(NAMESPACE, kv_dtype="float16", page_bytes=50_000)
     fill(store, range(3))
     fill(store, range(4), other)
     report = store.describe()
     assert [(use.namespace, use.pages) for use in report.namespaces] == [(other, 4), (NAMESPACE, 3)]
-    assert report.pages == 7
-    # Records are whole blocks of 4 KiB: one of header, 2 or 13 of page.
-    assert report.live_bytes == report.segment_bytes == 4096 * (3 * 3 + 4 * 14)
-    assert report.segments == 1
+    # A page takes whole blocks of 4 KiB.
+    sizes = [4 * 13 * 4096, 3 * DISK_BYTES]
+    assert (report.pages, report.bytes) == (7, sum(sizes))
+    assert [use.bytes for use in report.namespaces] == sizes
+    # Without its name a namespace is not told; who puts a page into it names it again.
+    (tmp_path / "store" / "pages" / other.key / "namespace.json").unlink()
+    assert store.describe().pages == 7 and len(store.describe().namespaces) == 1
+    with FileStore(tmp_path / "store") as again:
+        fill(again, [9], other)
+        assert len(again.describe().namespaces) == 2
 
 
 def test_removed_pages_are_gone(tmp_path: Path) -> None:
-    now = [1000.0]
     other = replace(NAMESPACE, model="other")
-    with FileStore(tmp_path, 1 << 30, clock=lambda: now[0]) as store:
+    with FileStore(tmp_path, 1 << 30) as store:
         keys = fill(store, range(4))
         fill(store, range(4), other)
         assert store.remove(NAMESPACE, keys[:1]) == 1
+        assert store.remove(NAMESPACE, keys[:1]) == 0
         assert read(store, keys) == [False, True, True, True]
-        now[0] += 100
+        let_age(tmp_path, keys[1:], 100)
         read(store, keys[2:])
-        assert store.remove(unused_s=50) == 5
+        assert store.remove(unused_s=50) == 1
         assert store.find(NAMESPACE, keys[2:]) == 2
-        assert store.find(other, keys) == 0
-        assert store.remove() == 2
+        assert store.remove(NAMESPACE) == 2
+        assert len(page_files(tmp_path)) == 4
+        assert store.remove() == 4
         assert store.remove(replace(NAMESPACE, model="unknown")) == 0
+        assert store.counters["collected_bytes"] == 8 * DISK_BYTES
         with pytest.raises(ConfigError, match="keys without a namespace"):
             store.remove(None, keys)

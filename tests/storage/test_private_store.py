@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.private_files import PrivateFolder
-from hisparse.storage import Contexts, FileStore, folder, size_in_bytes
+from hisparse.storage import Contexts, FileStore, size_in_bytes
 from tests.processes import NOBODY, as_nobody, folder_for_all, needs_root
-from tests.storage.pages import NAMESPACE, contents, fill, key_of, read, segment_files
+from tests.storage.pages import NAMESPACE, contents, fill, key_of, page_file, page_files, read
+
+_FOLDER = f"pages/{NAMESPACE.key}"
 
 
 @pytest.fixture
@@ -47,10 +46,10 @@ def test_a_new_store_is_of_its_user_alone(path: Path) -> None:
         assert size_in_bytes("size", 0.5, path / "new") > 0
         with _open(path / "new") as store:
             fill(store, range(3))
-            store.collect(1.0)
+            store.collect()
             contexts = Contexts(path / "new", NAMESPACE)
             contexts.add([key_of(0)], 16, {})
-            assert len(list((path / "new").iterdir())) == 9, "-wal and -shm of both are there"
+            assert len(list((path / "new").iterdir())) == 5, "-wal and -shm are there"
             assert _modes(path / "new") == {"folder 700", "file 600"}
             contexts.close()
     finally:
@@ -58,7 +57,7 @@ def test_a_new_store_is_of_its_user_alone(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o755, "the folder above it"
 
 
-def test_a_store_of_an_older_release_is_closed_to_others(
+def test_a_store_that_others_can_read_is_closed_to_them(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with _open(path) as store:
@@ -67,20 +66,19 @@ def test_a_store_of_an_older_release_is_closed_to_others(
         each.chmod(0o755 if each.is_dir() else 0o644)
     with _open(path) as store:
         assert all(read(store, keys))
-        assert _modes(path) == {"folder 700", "file 600"}
+        assert path.stat().st_mode & 0o777 == 0o700
     (line,) = caplog.messages
-    assert line.startswith(f"store {path}: others could read it; its folders have mode 700 now")
+    assert line == f"store {path}: others could read it; its mode is 700 now"
 
 
 @pytest.mark.parametrize(
     ("name", "harm"),
     [
-        *[(".", 0o775), (".", 0o1777), ("segments", 0o757), ("index.sqlite", 0o666)],
-        *[(f"index.sqlite{suffix}", "link") for suffix in ("", "-wal", "-shm")],
-        *[(name, "link") for name in ("open.lock", "collect.lock", "segments")],
+        *[(".", 0o775), (".", 0o1777), ("pages", 0o757), ("size", 0o666), (_FOLDER, 0o770)],
+        *[(name, "link") for name in ("size", "pages", _FOLDER)],
         *[
             pytest.param(name, "owner", marks=needs_root)
-            for name in (".", "segments", "index.sqlite", "open.lock")
+            for name in (".", "pages", "size", _FOLDER)
         ],
     ],
 )
@@ -119,50 +117,38 @@ def test_others_could_have_written(path: Path, name: str, harm: int | str, tmp_p
         assert all(read(store, keys))
 
 
-def test_a_segment_that_others_could_have_written(path: Path) -> None:
-    """It is neither read nor written, and the store goes on."""
+def test_a_page_that_others_could_have_written(path: Path) -> None:
+    """It is not read, and the store goes on."""
     with _open(path) as store:
         keys = fill(store, range(3))
-    (file,) = segment_files(path)
-    file.chmod(0o622)
+    page_file(path, keys[0]).chmod(0o622)
     with _open(path) as store:
-        assert not any(read(store, keys))
-        assert store.counters["read_errors"] == 3 and store.counters["damaged"] == 0
+        assert read(store, keys) == [False, True, True]
+        assert store.counters["read_errors"] == 1 and store.counters["damaged"] == 0
         assert all(read(store, fill(store, range(10, 13))))
-        store.collect(1.0)
-    file.chmod(0o600)
+        store.collect()
+    page_file(path, keys[0]).chmod(0o600)
     with _open(path) as store:
         assert all(read(store, keys))
 
 
-@pytest.mark.parametrize("size", ["as large", "shorter", "empty"])
-def test_a_segment_that_is_a_link(path: Path, size: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["page", "namespace.json"])
+def test_a_file_that_is_a_link(path: Path, name: str, tmp_path: Path) -> None:
     """The user's file behind it stays as it is."""
     with _open(path) as store:
         keys = fill(store, range(2))
-    (segment,) = segment_files(path)
-    mine = b"x" * {"as large": segment.stat().st_size, "shorter": 100, "empty": 0}[size]
-    (tmp_path / "mine").write_bytes(mine)
-    segment.unlink()
-    segment.symlink_to(tmp_path / "mine")
-    for _ in range(2):
+    file = page_file(path, keys[0] if name == "page" else name)
+    mine = file.read_bytes()
+    file.rename(tmp_path / "mine")
+    file.symlink_to(tmp_path / "mine")
+    for turn in range(2):
         with _open(path) as store:
-            assert not any(read(store, keys))
-            more = fill(store, range(10, 13))
-            store.collect(1.0)
-            assert all(read(store, more))
+            assert read(store, keys) == [name != "page" and not turn, not turn]
+            assert all(read(store, fill(store, range(10, 13))))
+            store.collect()
+            assert store.verify().damaged == ()
             store.remove(NAMESPACE)
         assert (tmp_path / "mine").read_bytes() == mine
-
-
-def test_a_new_segment_is_no_link(path: Path, tmp_path: Path) -> None:
-    """Also where somebody knew its name before."""
-    numbers = iter([5, 6])
-    with pytest.MonkeyPatch.context() as patch, _open(path) as store:
-        patch.setattr("hisparse.storage.segments.time.time_ns", lambda: next(numbers))
-        (path / "segments" / f"{5:016x}.seg").symlink_to(tmp_path / "mine")
-        assert all(read(store, fill(store, range(3))))
-    assert not (tmp_path / "mine").exists()
 
 
 def test_contexts_that_are_a_link(path: Path, tmp_path: Path) -> None:
@@ -177,23 +163,7 @@ def test_the_folder_may_be_a_link_to_another_disk(path: Path, tmp_path: Path) ->
     path.symlink_to(tmp_path)
     with _open(path) as store:
         assert all(read(store, fill(store, range(3))))
-    assert segment_files(tmp_path)
-
-
-def test_a_folder_that_another_replaces_while_it_is_opened(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By somebody who can rename folders above it; SQLite opens the index by its path."""
-    check = PrivateFolder.check_database
-
-    def replace(self: PrivateFolder, name: str, **options: bool) -> None:
-        check(self, name, **options)
-        if not path.with_name("moved").exists():
-            path.rename(path.with_name("moved"))
-            path.mkdir(mode=0o700)
-
-    monkeypatch.setattr(PrivateFolder, "check_database", replace)
-    assert f"{path} was replaced while it was opened" in _refusal(path)
+    assert page_files(tmp_path)
 
 
 def test_a_folder_with_other_files_stays_open_to_others(path: Path) -> None:
@@ -205,9 +175,9 @@ def test_a_folder_with_other_files_stays_open_to_others(path: Path) -> None:
 
 
 @pytest.mark.parametrize("create", [True, False])
-def test_a_folder_with_segments_of_somebody_elses_is_no_store(path: Path, create: bool) -> None:
-    (path / "segments").mkdir(parents=True)
-    for name, mode in (("run.sh", 0o755), ("segments/a.txt", 0o644)):
+def test_a_folder_with_pages_of_somebody_elses_is_no_store(path: Path, create: bool) -> None:
+    (path / "pages").mkdir(parents=True)
+    for name, mode in (("run.sh", 0o755), ("pages/a.txt", 0o644)):
         (path / name).touch()
         (path / name).chmod(mode)
     path.chmod(0o755)
@@ -251,27 +221,3 @@ def test_a_store_of_root_that_a_user_can_only_read(path: Path) -> None:
     assert {each: each.stat().st_mtime_ns for each in [path, *path.rglob("*")]} == before
     os.chown(path, NOBODY - 1, NOBODY - 1)
     assert "belongs to another user" in as_nobody(use)
-
-
-def test_waiting_for_another_process_is_said_and_ends(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with _open(path) as store:
-        keys = fill(store, range(3))
-    monkeypatch.setattr(folder, "_SAY_S", 0.0)
-    monkeypatch.setattr(folder, "_GIVE_UP_S", 0.1)
-    other = os.open(path / "open.lock", os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    process = f"process {os.getpid()}"
-    assert re.search(rf"{process} has kept open.lock locked for \d+ s; expected it", _refusal(path))
-    (line,) = caplog.messages
-    assert line.startswith(f"store {path}: waiting for {process}, which makes the index, for at")
-    monkeypatch.setattr(folder, "_GIVE_UP_S", 1800.0)
-
-    def let_go(*message: object) -> None:
-        fcntl.flock(other, fcntl.LOCK_UN)
-
-    monkeypatch.setattr(folder.logger, "warning", let_go)
-    with _open(path) as store:
-        assert all(read(store, keys))
-    os.close(other)

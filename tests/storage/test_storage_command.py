@@ -9,7 +9,16 @@ import pytest
 
 from hisparse.storage import FileStore
 from tests.command import Command
-from tests.storage.pages import NAMESPACE, fill, read, segment_files
+from tests.storage.pages import (
+    DISK_BYTES,
+    NAMESPACE,
+    disk_bytes,
+    fill,
+    key_of,
+    page_file,
+    page_files,
+    read,
+)
 
 _OTHER = replace(NAMESPACE, model="smollm2-135m " * 5, num_ranks=2, rank=1)
 
@@ -31,7 +40,7 @@ def test_ls(
     out = command("storage", "ls", str(folder))
     assert max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
-    assert "14 pages, 168 KiB, in 1 segments of 168 KiB" in words
+    assert "14 pages, 112 KiB" in words
     assert NAMESPACE.key[:12] in words and _OTHER.key[:12] in words and "1/2" in words
     found = command.json("storage", "ls", str(folder))
     assert found["pages"] == 14
@@ -43,38 +52,37 @@ def test_ls(
 
 
 def test_check(folder: Path, command: Command) -> None:
-    assert "14 pages, 168 KiB: 0 damaged" in command("storage", "check", str(folder))
-    (file,) = segment_files(folder)
+    assert "14 pages, 112 KiB: 0 damaged" in command("storage", "check", str(folder))
+    file = page_file(folder, key_of(3))
     data = bytearray(file.read_bytes())
     data[5000] ^= 1
     file.write_bytes(data)
     found = command.json("storage", "check", str(folder), code=1)
-    assert [(x["offset"], x["reason"]) for x in found["damaged"]] == [(0, "checksum of part 0")]
+    damage = {"namespace": NAMESPACE.key, "key": key_of(3), "reason": "checksum"}
+    assert found["damaged"] == [damage]
     assert "0 damaged" in command("storage", "check", str(folder))
 
 
 def test_gc_evicts_to_a_size(folder: Path, command: Command) -> None:
-    with FileStore(folder, segment_bytes=4096) as store:
-        fill(store, range(20, 30))
-    found = command.json("storage", "gc", str(folder), "--size", "200KiB")
-    assert found["evicted"] > 0
-    assert found["bytes"] > 0
-    assert sum(file.stat().st_size for file in segment_files(folder)) <= 200 * 1024
+    found = command.json("storage", "gc", str(folder), "--size", "60KiB")
+    assert found.pop("command") == "storage gc"
+    assert found == {"evicted": 7, "bytes": 7 * DISK_BYTES, "pages": 7}
+    assert disk_bytes(folder) == 7 * DISK_BYTES
 
 
 def test_gc_keeps_what_fits(folder: Path, command: Command) -> None:
-    assert "0 evicted, 0 B given back" in command("storage", "gc", str(folder))
+    assert "0 pages evicted, 0 B given back" in command("storage", "gc", str(folder))
 
 
 def test_rm(folder: Path, command: Command) -> None:
     removed = command.json("storage", "rm", str(folder), "--namespace", _OTHER.key[:12])
     assert removed.pop("command") == "storage rm"
-    assert removed == {"removed": 4, "evicted": 0, "bytes": 4 * 3 * 4096, "pages": 10}
+    assert removed == {"removed": 4, "bytes": 4 * DISK_BYTES, "pages": 10}
     assert command.json("storage", "rm", str(folder), "--unused-days", "1")["removed"] == 0
     with FileStore(folder) as store:
         assert all(read(store, fill(store, [99])))
     assert command.json("storage", "rm", str(folder), "--all")["removed"] == 11
-    assert not segment_files(folder)
+    assert not page_files(folder)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,6 @@ def test_rm(folder: Path, command: Command) -> None:
         (["rm", "{}"], "--all --namespace --unused-days is required"),
         (["rm", "{}", "--all", "--unused-days", "1"], "not allowed with argument --all"),
         (["rm", "{}", "--unused-days", "soon"], "--unused-days: "),
-        (["gc", "{}", "--live-ratio", "2"], "--live-ratio: "),
         ([], "ACTION"),
     ],
 )

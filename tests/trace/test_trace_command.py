@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +40,11 @@ def test_replay_and_recommend_agree(recorded: str, command: Command) -> None:
     assert {"commit", "machine", "versions"} <= result.keys()
 
 
-def test_what_a_trace_is_of_is_shown(recorded: str, tmp_path: Path, command: Command) -> None:
-    plot = tmp_path / "a.svg"
-    for line in (["show", recorded], ["replay", recorded, *_BUFFER, "256", "--plot", str(plot)]):
+def test_what_a_trace_is_of_is_shown(recorded: str, command: Command) -> None:
+    for line in (["show", recorded], ["replay", recorded, *_BUFFER, "256"]):
         assert "random" in command("trace", *line)
-    assert "quest, budget 128, context 601: random" in plot.read_text()
     assert "71.4% of a selection was in that of the step before" in command(
         "trace", "show", recorded
-    )
-
-
-def test_a_plot_without_matplotlib_is_refused(
-    recorded: str, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
-    )
-    assert "--plot needs matplotlib: pip install 'hisparse[eval]'" in command.refused(
-        "trace", "replay", recorded, *_BUFFER, "256", "--plot", "a.svg"
     )
 
 
@@ -72,8 +57,7 @@ def test_a_plot_without_matplotlib_is_refused(
         (["replay", "FILE", "--capacity", "100"], "--capacity: got it with traces of selections"),
         (["replay", "FILE", "--ttl", "60"], "--ttl: got it with traces of selections"),
         (["replay", "FILE", "--policy", "mru"], "unknown policy 'mru'"),
-        (["replay", "FILE", "--plot", "a.png"], "expected a file.svg"),
-        (["record", "--block-size", "2", "--out", "b"], "--block-size: expected --exported"),
+        (["record", "--block-size", "2", "--out", "b"], "--block-size: got 2 without --exported"),
         (
             ["record", "--exported", "a", "--budget", "512", "--out", "b"],
             "--budget: got it with --exported, which does not use it",
@@ -124,7 +108,7 @@ def test_flags_win_over_the_configuration(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("hisparse.eval.record_trace.build_algorithm", build)
     config = ["--config", '{"budget": 128, "algorithm": "quest"}']
     for words, expected in (
-        ([], ("sketch", 512)),
+        ([], ("sketch", 2048)),
         (["--budget", "256"], ("sketch", 256)),
         (config, ("quest", 128)),
         ([*config, "--budget", "256", "--algorithm", "sketch"], ("sketch", 256)),

@@ -252,18 +252,19 @@ def test_contexts_outlive_their_pages(net: Any, db: DB, tmp_path: Path) -> None:
         assert again.remove(again.contexts()[0]) and len(again.contexts()) == 1
 
 
-def flip(store: Path, page: int) -> None:
-    """Flip a bit of a page of 24 KiB of K and V, behind the header of its record."""
-    (segment,) = (store / "segments").glob("*.seg")
-    data = bytearray(segment.read_bytes())
-    data[page * 28 * 1024 + 9000] ^= 16
-    segment.write_bytes(data)
+def flip(store: Path, key: str) -> None:
+    """Flip a bit of a page."""
+    (file,) = store.glob(f"pages/*/{key}")
+    data = bytearray(file.read_bytes())
+    data[9000] ^= 16
+    file.write_bytes(data)
 
 
 def test_the_prefix_ends_before_a_damaged_page(net: Any, db: DB, tmp_path: Path) -> None:
     expected = continuation(net, ASKED[None], 12, HiSparseCache(net, SMALL, max_length=400))[0]
     compute(net, db, DOCUMENT)
-    flip(tmp_path / "store", 4)
+    keys = db._pages.keys(DOCUMENT.numpy())
+    flip(tmp_path / "store", keys[4])
     session, rest = db.create_session(ASKED)
     assert len(ASKED) - len(rest) == 64
     with session:
@@ -271,7 +272,7 @@ def test_the_prefix_ends_before_a_damaged_page(net: Any, db: DB, tmp_path: Path)
         assert session.store(ASKED).num_tokens == 176
     assert db.counters["damaged"] == 1
     assert num_loaded(db, ASKED) == 176, "the page was stored again"
-    flip(tmp_path / "store", 0)
+    flip(tmp_path / "store", keys[0])
     session, rest = db.create_session(ASKED)
     assert len(rest) == len(ASKED)
     with session:
@@ -424,7 +425,7 @@ def test_wrong_arguments_are_one_line(net: Any, db: DB, tmp_path: Path) -> None:
     for options, message in (
         ({"page_tokens": 24}, r"page_tokens: got 24, expected a multiple of page_size \(16\)"),
         ({"size": "5 parsecs"}, "size: got '5 parsecs'"),
-        ({"policy": "fifo"}, "unknown policy 'fifo'"),
+        ({"ttl_s": 0}, "ttl_s: got 0"),
         ({"budget": 256}, "got a HiSparseConfig and also budget"),
     ):
         with pytest.raises(ConfigError, match=message):

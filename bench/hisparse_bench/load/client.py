@@ -308,7 +308,7 @@ class Prompts:
                 f"{where}: got {length} and {output} tokens, expected 1 or more, and at most "
                 f"{longest} in all, which the model takes"
             )
-        # SGLang's export has whole blocks alone.
+        # SGLang's export has only whole blocks.
         if len(hashes) < length // size:
             raise ConfigError(
                 f"{where}: got {len(hashes)} hash_ids for {length} tokens, expected one for each "
@@ -324,7 +324,7 @@ class Prompts:
         head = self.tokenizer(f"\n\n{title}.\n\n", add_special_tokens=False)["input_ids"]
         if len(head) > size:
             raise ConfigError(f"{where}: got blocks of {size} tokens, expected {len(head)} or more")
-        # The title alone decides where the text begins.
+        # Only the title decides where the text begins.
         return [*head, *self._slice(crc32(title.encode()), size - len(head))]
 
     def _slice(self, start: int, length: int) -> list[int]:

@@ -199,7 +199,7 @@ def scale_weights(model: torch.nn.Module, *, bias: float | None = None) -> None:
 
 
 def drop_layer_types(path: Path) -> None:
-    """Leave out what DeepSeek's own files leave out and releases of transformers call otherwise."""
+    """Remove ``layer_types``, which DeepSeek's files lack; transformers' releases differ in it."""
     config = json.loads(path.read_text())
     config.pop("layer_types", None)
     path.write_text(json.dumps(config, indent=2))
@@ -316,7 +316,7 @@ class Contender:
             config |= {"budget": self.model.index_top_k, "page_size": 1}
             config |= {"num_sink_pages": 0, "num_recent_pages": 0}
         if self.device_buffer_size is not None:
-            # A minimum alone would let a row grow into whatever device memory is unused.
+            # Without a maximum, a row would grow into unused device memory.
             size = self.device_buffer_size
             config |= {"device_buffer_size": size, "max_row_capacity": size}
         return config

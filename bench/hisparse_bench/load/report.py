@@ -165,34 +165,6 @@ class LoadReport(Report):
         if self.interrupted:
             console.print("\ninterrupted: later loads are missing")
 
-    def to_svg(self) -> str:
-        """Throughput against concurrency and time per token against context, as a picture.
-
-        Lines are contenders at one device memory and, on the left, one context. Memory in units of
-        dense requests grows with the context: on the right such a line has units.
-        """
-        from hisparse.eval.plots import Point, load_figure, to_svg
-
-        by_load: dict[str, list[Point]] = {}
-        by_context: dict[str, list[Point]] = {}
-        for case in self.cases:
-            params = case.params
-            size, units = params["device_memory"], params["dense_requests"]
-            memory = "" if size is None else f"{size / 2**20:,.0f} MiB"
-            follows = memory if units is None else f"{units} dense requests"
-            load = params.get("concurrency") or params.get("rate") or 0
-            context = params["context"] or 0
-            for result in [] if case.gate == "failed" else _completed(case):
-                line, by_units = (
-                    ", ".join(filter(None, (result.impl, params["model"], x)))
-                    for x in (memory, follows)
-                )
-                point = Point(load, *[result.throughput] * 3)
-                by_load.setdefault(f"{line}, {context} tokens", []).append(point)
-                point = Point(context, *[result.median_us / 1e3] * 3)
-                by_context.setdefault(f"{by_units}, load {load:g}", []).append(point)
-        return to_svg(load_figure(by_load, by_context, self.title))
-
 
 def _completed(case: Case) -> list[LoadResult]:
     return [x for x in case.results if isinstance(x, LoadResult) and x.throughput]

@@ -228,7 +228,7 @@ def diff_tables(
     )
     if rows.malformed is not None:
         rows.malformed.add_(_malformed(diff, lengths, rows.num_real_rows).sum())
-    attended = page_table(state.device_pages, rows.rows, diff.curr_device_slots)
+    attended = _pages_of(state.device_pages, rows.rows, diff.curr_device_slots)
     absent = _lacks_page(attended, lengths)
     attended = pad(attended.masked_fill(absent[:, None], -1), (0, 1), value=-1)
     lengths = lengths.masked_fill(absent, 0)
@@ -237,7 +237,7 @@ def diff_tables(
     if dense is not None:
         has_tail |= dense
     tail_lens = torch.where(has_tail, rows.tail_lens, 0)
-    loads = page_table(state.device_pages, rows.rows, diff.load_device_slots)
+    loads = _pages_of(state.device_pages, rows.rows, diff.load_device_slots)
     return DiffTables(
         attended,
         tail_lens + lengths * page_size,
@@ -264,6 +264,6 @@ def _malformed(diff: LruDiff, lengths: Tensor, num_real_rows: Tensor) -> Tensor:
     return wrong & (torch.arange(rows, device=lengths.device) < num_real_rows)
 
 
-def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """Device pages ``[R, K] int32`` of ``slots [R, K]`` in ``rows [R]`` of a layer; -1 stays."""
+def _pages_of(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Device pages of ``slots [R, K]``, -1 where there is no slot; ``device_pages [NR, C]``."""
     return device_pages[rows[:, None], slots.clamp(min=0)].masked_fill(slots < 0, -1)

@@ -14,7 +14,16 @@ from unittest.mock import patch
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, one_line
-from hisparse.sglang.features.base import HYBRID, Feature, Flag
+from hisparse.sglang.features.base import (
+    ATTENTION_REPLICAS,
+    HYBRID,
+    PIPELINE,
+    PREFILL_OR_DECODE,
+    SPECULATION,
+    STORAGE,
+    Feature,
+    Start,
+)
 from hisparse.sglang.models import ModelShape, hybrid_layers, name_of, stand_in
 from hisparse.sglang.session import current_session, errors_logged
 
@@ -25,19 +34,8 @@ _STAND_IN = "flashinfer"
 
 _KINDS = "layers of linear attention, convolution or a state space model (Mamba)"
 
-#: Flags that a hybrid is not served with, and their values that are no setting.
-_EXCLUDED = (
-    Flag("pp_size", (1,), "--pp-size"),
-    Flag("attn_dp_size", (1,), "--attn-dp-size"),
-    Flag("enable_dp_attention", (False,), "--enable-dp-attention"),
-    Flag("speculative_algorithm", (None, "NONE"), "--speculative-algorithm"),
-    Flag("disaggregation_mode", (None, "null"), "--disaggregation-mode"),
-    Flag(
-        "enable_unified_cache_external_linker",
-        (False,),
-        "--enable-unified-cache-external-linker (storage)",
-    ),
-)
+#: What a hybrid is not served with.
+_EXCLUDED = (PIPELINE, ATTENTION_REPLICAS, SPECULATION, PREFILL_OR_DECODE, STORAGE)
 
 
 def check_attending(config: HiSparseConfig, layers: Sequence[int]) -> None:
@@ -113,12 +111,13 @@ class Hybrids(Feature):
             raise ConfigError(
                 f"{name} has no layer that attends; expected attention in some layers"
             )
-        for row in _EXCLUDED:
-            got = getattr(server_args, row.field)
-            if got not in row.values:
+        config = HiSparseConfig.parse(server_args.hisparse_config)
+        start = Start(args=server_args, config=config, device=str(server_args.device))
+        for option in _EXCLUDED:
+            if got := option.given(start):
                 raise ConfigError(
-                    f"{row.flag} is {got}, and {name} has {_KINDS}, which hisparse does not "
-                    "support together yet; expected the flag unset"
+                    f"{got} is given, and {name} has {_KINDS}, which hisparse does not support "
+                    f"together yet; expected {option.expected}"
                 )
         try:
             with stand_in(_STAND_IN):

@@ -24,8 +24,8 @@ _COUNTED = {
 _NEVER = ("storage_errors", "storage_damaged_pages")
 #: Seconds without a change after which a store has ended what it does beside its server.
 _STILL_S = 3.0
-#: A segment is 4 MiB at this size. One may be in the making, and one may be copied.
-_SLACK = 2 * (4 << 20)
+#: Each process may exceed the limit by a page.
+_SLACK = 4 << 20
 
 #: Writes what the store of each process has counted to a file: the processes are killed.
 _LEDGER = """
@@ -101,12 +101,12 @@ def store_faults(
     limit, faults, counted = int(parse_memory("size", size)), [], _read_ledger(ledger)
     with FileStore(path, create=False) as store:
         report, left = store.verify(), store.describe()
-    faults += [f"{x.segment} at {x.offset}: {x.reason}" for x in report.damaged]
+    faults += [f"page {x.key}: {x.reason}" for x in report.damaged]
     counts["evicted pages"], counts["pages at the end"] = counted["evicted"], left.pages
     if lost := counted["puts"] - counted["evicted"] - counted["removed"] - left.pages:
         faults.append(f"{lost} pages are lost: {left.pages} are left, and the stores {counted}")
-    if left.segment_bytes > limit + _SLACK:
-        faults.append(f"the store has {left.segment_bytes} bytes, its limit is {limit}")
+    if left.bytes > limit + _SLACK:
+        faults.append(f"the store has {left.bytes} bytes, its limit is {limit}")
     if not counts["loaded pages"]:
         faults.append("no page was read from the store")
     if filled and not counts["evicted pages"]:

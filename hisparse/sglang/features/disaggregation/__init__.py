@@ -17,7 +17,7 @@ import torch
 
 from hisparse.algorithms import ALGORITHMS
 from hisparse.engine.build import EngineSetup
-from hisparse.engine.restored import TransferredRequests
+from hisparse.engine.received import TransferredRequests
 from hisparse.errors import CapacityError
 from hisparse.sglang.features.base import (
     ATTENTION_REPLICAS,

@@ -102,12 +102,10 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         state.fingerprint = model_fingerprint(state)
         self._use_namespace()
         logger.info(
-            "hisparse: storage: backend %s, pages of %d tokens and %s in %d parts, timeout_s %g, "
-            "staging %s",
+            "hisparse: storage: backend %s, pages of %d tokens and %s, timeout_s %g, staging %s",
             options.backend,
             form.page_tokens,
             format_bytes(form.record_bytes),
-            len(form.part_bytes),
             options.timeout_s,
             format_bytes(storage.buffer.data.nbytes),
         )

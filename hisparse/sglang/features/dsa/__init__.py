@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig
-from hisparse.errors import ConfigError
 from hisparse.sglang.features.base import INDEXER, WITH_INDEXER, Feature
 from hisparse.sglang.install import is_requested
 from hisparse.sglang.models import find_indexers, name_of
@@ -118,21 +117,11 @@ class DeepSeekIndexer(Feature):
             yield
 
     def check(self, server_args: Any, config: HiSparseConfig) -> None:
-        """Refuse an indexer that pools tokens; warn of sizes that the model was not trained with.
-
-        Raises:
-            ConfigError: the indexer has keys of several tokens.
-        """
+        """Warn of sizes that the model was not trained with."""
         from sglang.srt.arg_groups.overrides import model_config_of
-        from sglang.srt.configs.model_config import get_dsa_index_kpool, get_dsa_index_topk
+        from sglang.srt.configs.model_config import get_dsa_index_topk
 
         model = model_config_of(server_args)
-        name, pooled = name_of(model), get_dsa_index_kpool(model.hf_config)
-        if pooled > 1:
-            raise ConfigError(
-                f"the indexer of {name} pools {pooled} tokens into one key; expected one key per "
-                "token"
-            )
         trained = (get_dsa_index_topk(model.hf_config), 0, 0)
         got = (config.budget, config.num_sink_pages, config.num_recent_pages)
         if got != trained:
@@ -140,7 +129,7 @@ class DeepSeekIndexer(Feature):
                 "hisparse: budget, num_sink_pages and num_recent_pages are %s; %s was trained with "
                 "%s",
                 got,
-                name,
+                name_of(model),
                 trained,
             )
 
@@ -148,7 +137,7 @@ class DeepSeekIndexer(Feature):
         """Pools of latents without index keys."""
         if kind != "dsa":
             return None
-        from hisparse.sglang.kv_pool import DraftDSAPool, HiSparseDSAPool
+        from hisparse.sglang.features.dsa.pools import DraftDSAPool, HiSparseDSAPool
 
         return DraftDSAPool if is_draft else HiSparseDSAPool
 

@@ -1,4 +1,4 @@
-"""Pages and requests whose K and V came from elsewhere: the next forward builds what they lack."""
+"""Builds what pages lack whose K and V this engine received: from a store, or another server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RestoredPages:
     Args:
         manager: reads K and V.
         build: builds the representations of a chunk, which has no queries; None: pages come with
-            all that they need.
+            their representations.
     """
 
     def __init__(self, manager: SparseKVCacheManager, build: Build | None) -> None:
@@ -54,25 +54,25 @@ class RestoredPages:
             return False
         for chunk in chunks:
             pages = chunk.host_pages_cpu[: chunk.start // self._size].numpy()
-            found = np.flatnonzero(self._pending[pages])
+            indices = np.flatnonzero(self._pending[pages])
             # Another chunk of this forward may have the same prefix.
             self._pending[pages] = False
-            self._chunks += self._runs(chunk, found)
+            self._chunks += self._runs(chunk, indices)
         self._has_pending = bool(self._pending.any())
         return bool(self._chunks)
 
-    def _runs(self, chunk: PrefillChunk, found: np.ndarray) -> list[PrefillChunk]:
+    def _runs(self, chunk: PrefillChunk, indices: np.ndarray) -> list[PrefillChunk]:
         """Consecutive pages as chunks, each at most a staging tile.
 
         Args:
             chunk: the chunk with these pages before it.
-            found: ``[n]``, ascending indices of pages in the sequence.
+            indices: ``[n]``, ascending indices of pages in the sequence.
         """
         width, runs = self._manager.staging_pages, []
-        for _, group in groupby(enumerate(found.tolist()), lambda pair: pair[1] - pair[0]):
-            indices = [index for _, index in group]
-            for first in range(0, len(indices), width):
-                part = indices[first : first + width]
+        for _, group in groupby(enumerate(indices.tolist()), lambda pair: pair[1] - pair[0]):
+            run = [index for _, index in group]
+            for first in range(0, len(run), width):
+                part = run[first : first + width]
                 runs.append(
                     PrefillChunk(
                         slot=chunk.slot,
@@ -103,7 +103,7 @@ class TransferredRequests:
 
     Args:
         manager: reads K and V.
-        build: builds representations; None: the pages come with all that they need.
+        build: builds representations; None: the pages come with them.
     """
 
     def __init__(self, manager: SparseKVCacheManager, build: Build | None) -> None:
@@ -122,8 +122,7 @@ class TransferredRequests:
             slot: request slot.
             pages: ``[P] int64`` on the host, the full host pages that arrived for it.
         """
-        # The pages are noted for themselves: a request that ends early may leave them to others,
-        # as a shared prefix.
+        # Noted apart from the request: if it ends early, others may use its pages as a prefix.
         self._pages.add(pages)
         self._waiting.add(slot)
 

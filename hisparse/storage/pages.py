@@ -1,0 +1,226 @@
+"""The pages of one namespace: a folder with a file for each page.
+
+A file gets its name when it is whole, and its content never changes. So a page is there or absent,
+whenever a process ends. The time of modification says when the page was last written or read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+import xxhash
+
+from hisparse.errors import one_line
+from hisparse.private_files import PrivateFolder
+from hisparse.storage.namespace import MAX_PAGE_BYTES, Namespace
+
+_PAGE: Final = re.compile(r"[0-9a-f]{2,128}")
+_TEXT: Final = "namespace.json"
+#: A file that was written this many seconds ago and has no name yet is that of a killed process.
+_ABANDONED_S: Final = 3600.0
+#: Seconds for which a lookup believes an earlier one.
+_SEEN_S: Final = 5.0
+_BLOCK_BYTES: Final = 4096
+#: Bytes of the checksum after a page.
+DIGEST_BYTES: Final = 16
+
+
+class DamagedError(Exception):
+    """A file does not hold the page of its name; the message says why."""
+
+
+class PageFile(NamedTuple):
+    """The file of a page: its key, its bytes, and when it was last used, in ns since 1970."""
+
+    key: str
+    num_bytes: int
+    used_ns: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes without the checksum, as far as a page may have them."""
+        return min(max(0, self.num_bytes - DIGEST_BYTES), MAX_PAGE_BYTES)
+
+
+def disk_bytes(file_bytes: int) -> int:
+    """Bytes that a file takes on the disk: whole blocks, and one at least."""
+    return max(1, -(-file_bytes // _BLOCK_BYTES)) * _BLOCK_BYTES
+
+
+class PageFolder:
+    """The pages of one namespace. Any thread may call its methods.
+
+    Args:
+        pages: the folder of all namespaces.
+        namespace: key of this one.
+
+    Attributes:
+        key: of the namespace.
+    """
+
+    def __init__(self, pages: PrivateFolder, namespace: str) -> None:
+        self.key, self._is_named = namespace, False
+        #: Pages that lookups have found, until a time of the monotonic clock.
+        self._seen, self._seen_until = set[str](), 0.0
+        self._folder = PrivateFolder(pages.path / namespace, parent=pages, or_roots=True)
+
+    def find(self, keys: Iterable[str], expired_ns: float) -> int:
+        """Number of pages up to the first that is absent, or not used after ``expired_ns``.
+
+        Servers repeat the lookups of requests that wait. So pages that were there some seconds ago
+        are not looked for again; another process may have removed one.
+        """
+        now, found = time.monotonic(), 0
+        if now > self._seen_until:
+            self._seen, self._seen_until = set(), now + _SEEN_S
+        for key in keys:
+            if expired_ns >= 0:
+                if self.used_ns(key) <= expired_ns:
+                    break
+            elif key not in self._seen:
+                if not self.has(key):
+                    break
+                self._seen.add(key)
+            found += 1
+        return found
+
+    def has(self, key: str) -> bool:
+        """Whether a page is there."""
+        return os.access(key, os.F_OK, dir_fd=self._folder.fd)
+
+    def used_ns(self, key: str) -> int:
+        """When a page was last used, in nanoseconds since 1970; -1: it is absent."""
+        with contextlib.suppress(OSError):
+            return os.stat(key, dir_fd=self._folder.fd).st_mtime_ns
+        return -1
+
+    def read(self, key: str, page: memoryview) -> None:
+        """Read a page. A damaged one is removed.
+
+        Raises:
+            DamagedError: the file is short, or has other bytes.
+            OSError: it is absent, or the system refuses.
+        """
+        fd = self._folder.open(key, os.O_RDONLY)
+        try:
+            self._read(fd, key, page)
+        except DamagedError:
+            self._seen.discard(key)
+            # Another process may have replaced it meanwhile.
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(fd), os.stat(key, dir_fd=self._folder.fd)):
+                    os.unlink(key, dir_fd=self._folder.fd)
+            raise
+        finally:
+            os.close(fd)
+
+    def _read(self, fd: int, key: str, page: memoryview) -> None:
+        digest = bytearray(DIGEST_BYTES)
+        try:
+            num_bytes = os.readv(fd, [page, digest])
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise DamagedError(one_line(error)) from None
+        if num_bytes < len(page) + DIGEST_BYTES:
+            raise DamagedError("short")
+        if digest != self._digest(key, page):
+            raise DamagedError("checksum")
+
+    def write(self, key: str, page: memoryview) -> bool:
+        """Store a page; False: it is there already.
+
+        Raises:
+            OSError: the system refuses; nothing is left of the page.
+        """
+        with self._written([page, self._digest(key, page)]) as new:
+            self.note_use(new)
+            try:
+                os.link(new, key, src_dir_fd=self._folder.fd, dst_dir_fd=self._folder.fd)
+            except FileExistsError:
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def _written(self, parts: list[memoryview | bytes]) -> Iterator[str]:
+        """The name of a new file inside the context."""
+        name, fd = f"{secrets.token_hex(16)}.new", self._folder.fd
+        file = self._folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            try:
+                if os.writev(file, parts) < sum(map(len, parts)):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(file)
+            yield name
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+
+    def note_use(self, name: str) -> None:
+        """Note that a page is used now.
+
+        Within a second, pages that are used later count as older: the end of a prefix.
+        """
+        second, rest = divmod(time.time_ns(), 10**9)
+        at = (second + 1) * 10**9 - 1 - rest
+        with contextlib.suppress(OSError):
+            os.utime(name, ns=(at, at), dir_fd=self._folder.fd)
+
+    def remove(self, key: str) -> int:
+        """Remove a page. Returns the bytes given back; 0: it was absent."""
+        self._seen.discard(key)
+        try:
+            size = os.stat(key, dir_fd=self._folder.fd).st_size
+            os.unlink(key, dir_fd=self._folder.fd)
+        except FileNotFoundError:
+            return 0
+        return disk_bytes(size)
+
+    def scan(self) -> Iterator[PageFile]:
+        """Every page, in no order. Files that killed processes have left are removed."""
+        now = time.time()
+        for entry in self._folder.entries():
+            # A file may be removed meanwhile, and a folder may be read-only.
+            with contextlib.suppress(OSError):
+                about = entry.stat(follow_symlinks=False)
+                if not entry.is_file(follow_symlinks=False):
+                    continue
+                if _PAGE.fullmatch(entry.name):
+                    yield PageFile(entry.name, about.st_size, about.st_mtime_ns)
+                elif entry.name.endswith(".new") and about.st_mtime < now - _ABANDONED_S:
+                    os.unlink(entry.name, dir_fd=self._folder.fd)
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """What the pages have in common; None: the file that says it is lost or damaged."""
+        try:
+            with open(_TEXT, encoding="utf-8", opener=self._folder.open) as file:
+                found = Namespace.parse(file.read())
+        except (OSError, ValueError):  # ConfigError and UnicodeDecodeError are ValueErrors.
+            return None
+        return found if found.key == self.key else None
+
+    def write_namespace(self, namespace: Namespace) -> None:
+        """Say what the pages have in common, once in a process."""
+        if not self._is_named and self.namespace is None:
+            with self._written([namespace.text.encode()]) as new:
+                os.replace(new, _TEXT, src_dir_fd=self._folder.fd, dst_dir_fd=self._folder.fd)
+        self._is_named = True
+
+    def _digest(self, key: str, page: memoryview) -> bytes:
+        """xxh3_128 of both keys and the bytes: a page under another name is damaged."""
+        digest = xxhash.xxh3_128(f"{self.key} {key} ".encode())
+        digest.update(page)
+        return digest.digest()
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._folder.close()

@@ -1,0 +1,99 @@
+"""Which configurations say that a model selects by itself what it attends."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import transformers
+from transformers import (
+    DeepseekV4Config,
+    Glm5NextTextConfig,
+    GlmMoeDsaConfig,
+    HYV4Config,
+    LlamaConfig,
+    MiniMaxM3VLTextConfig,
+    Qwen4ExpTextConfig,
+)
+
+from hisparse.errors import ConfigError
+from hisparse.model_config import check_selection, read_model_shape, shape_per_rank, text_config
+from scripts.model_families import _SHAPE, FAMILIES
+
+QSA = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048,
+    "indexer_compress_ratio": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                    "partial_rotary_factor": 0.25},
+}  # fmt: skip
+M3 = {"sparse_topk_blocks": 16, "sparse_attention_freq": [0, 1, 1]}
+#: Configurations, and the fields that say it.
+SELECTING: list[tuple[Any, str]] = [
+    (
+        Qwen4ExpTextConfig(**QSA),
+        "indexer_budget, indexer_compress_ratio, indexer_head_dim, indexer_n_heads",
+    ),
+    (
+        MiniMaxM3VLTextConfig(num_hidden_layers=3, sparse_attention_config=M3),
+        "index_block_size, index_head_dim, index_n_heads, index_topk_blocks",
+    ),
+    (DeepseekV4Config(), "compress_rates, index_head_dim, index_n_heads, index_topk"),
+    (GlmMoeDsaConfig(), "index_head_dim, index_n_heads, index_topk"),
+    # Without a class in transformers: MiniCPM (InfLLM-V2), MoBA.
+    (LlamaConfig(sparse_config={"topk": 64}), "sparse_config"),
+    (LlamaConfig(moba_topk=8, use_sparse_attention=True), "moba_topk, use_sparse_attention"),
+]
+#: Indexers that differ from that of DeepSeek-V3.2, and the fields that say it.
+OTHER_INDEXERS: list[tuple[Any, str]] = [
+    (Glm5NextTextConfig(), "index_kpool, index_kpool_always_select_tail"),
+    (HYV4Config(), "indexer_types"),
+    (GlmMoeDsaConfig(index_topk_freq=2), "index_topk_freq, indexer_types"),
+    (GlmMoeDsaConfig(index_local_tokens=64), "index_local_tokens"),
+]
+
+
+def name_of(config: Any) -> str:
+    return getattr(config, "model_type", "")
+
+
+def fields_of(*configs: Any, dsa: bool = False) -> str:
+    """What the line of the refusal names; "": none."""
+    try:
+        check_selection("it", *configs, dsa=dsa)
+    except ConfigError as error:
+        said = str(error).removeprefix("it was trained to select by itself what it attends (")
+        return said.partition("); expected attention over all tokens or a window")[0]
+    return ""
+
+
+@pytest.mark.parametrize(("config", "fields"), SELECTING, ids=name_of)
+def test_a_model_that_selects_by_itself(config: Any, fields: str) -> None:
+    assert fields_of(config) == fields
+
+
+@pytest.mark.parametrize(("config", "fields"), OTHER_INDEXERS, ids=name_of)
+def test_an_indexer_of_another_kind(config: Any, fields: str) -> None:
+    assert fields_of(config, dsa=True) == fields
+    with pytest.raises(ConfigError, match=f"^{config.model_type} was trained to select by itself"):
+        shape_per_rank(config, 1, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_families_do_not(family: Any) -> None:
+    config = getattr(transformers, family.config)(**_SHAPE | dict(family.overrides))
+    dsa = family.hisparse.get("algorithm") == "dsa"
+    assert fields_of(config, text_config(config), dsa=dsa) == ""
+    assert bool(fields_of(config)) == dsa
+
+
+def test_fields_that_are_off() -> None:
+    off: dict[str, Any] = {"sparse_config": {}, "index_topk": None, "compress_ratios": [0, 0]}
+    off |= {"index_kpool": 1, "index_topk_pattern": "FF", "use_sparse_attention": False}
+    assert fields_of(LlamaConfig(**off)) == ""
+
+
+def test_hugging_face_and_plan_refuse_it() -> None:
+    config = MiniMaxM3VLTextConfig(num_hidden_layers=3, sparse_attention_config=M3)
+    for read in (partial(read_model_shape, config, 16), partial(shape_per_rank, config, 16, 1)):
+        with pytest.raises(ConfigError, match="^minimax_m3_vl_text was trained to .*index_topk_bl"):
+            read()
