@@ -262,9 +262,9 @@ def rotary_frequencies(
 
     # Transformers writes into it.
     text = copy.deepcopy(text_config(config))
-    found = getattr(text, "rope_parameters", None) or {}
+    ropes = getattr(text, "rope_parameters", None) or {}
     # Layers of different types may rotate differently.
-    by_layer = {None: found} if "rope_type" in found else found
+    by_layer = {None: ropes} if "rope_type" in ropes else ropes
     for layer_type, rope in by_layer.items():
         kind = rope.get("rope_type") if isinstance(rope, dict) and "rope_theta" in rope else None
         if kind == "default":

@@ -165,7 +165,7 @@ def check_fields(where: str, value: object, kind: type) -> None:
         raise ConfigError(f"{where}: got {quoted(value)}, expected an object")
     hints = get_type_hints(kind)
     if absent := sorted(hints.keys() - value.keys()):
-        raise ConfigError(f"{where} lacks {', '.join(absent)}")
+        raise ConfigError(f"{where}: got no {', '.join(absent)}, expected an object that has them")
     for name, hint in hints.items():
         inner: Any = get_args(hint)[0] if get_origin(hint) is list else None
         if not is_typeddict(inner):
@@ -213,12 +213,12 @@ def type_words(hint: Any) -> str:
 
 def meanings(cls: type) -> dict[str, str]:
     """The text of each attribute in the docstring of a class and of its bases, on one line."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         text = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
         for keys, meaning in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", text, re.MULTILINE):
-            found |= dict.fromkeys(keys.split(", "), " ".join(meaning.split()))
-    return found
+            texts |= dict.fromkeys(keys.split(", "), " ".join(meaning.split()))
+    return texts
 
 
 @dataclass(frozen=True, kw_only=True)

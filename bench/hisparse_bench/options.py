@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
@@ -54,14 +54,14 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def dtype_of(name: str, choices: Sequence[str] = tuple(DTYPES)) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
     """The dtype of a name.
 
     Raises:
-        ConfigError: the name is not among the choices.
+        ConfigError: there is no such dtype; the message names the choices.
     """
-    if name not in choices:
-        raise ConfigError(unknown_name("--dtype", name, tuple(choices)))
+    if name not in DTYPES:
+        raise ConfigError(unknown_name("--dtype", name, tuple(DTYPES)))
     return DTYPES[name]
 
 

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import TorchAdapter
-from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, build_algorithm
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep
 from hisparse.cache import HostKVPool
 from hisparse.cache.allocate import zeros
 from hisparse.cache.counters import CacheStats
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch
-from hisparse.engine.build import PoolSizes, build, make_policy
+from hisparse.engine.build import PoolSizes, build, choose_selection
 from hisparse.engine.capabilities import (
     check_capabilities,
     check_indexer,
-    choose_scope,
     resolve_settings,
 )
 from hisparse.engine.prefill import PrefillChunk
@@ -122,11 +121,9 @@ class RandomRequests:
         check_capabilities(config, self.device.type)
         has_indexer = self.kv.index_head_dim > 0
         check_indexer("the random model of a benchmark", config, has_indexer=has_indexer)
-        algorithm, scale = build_algorithm(config), self.kv.head_dim**-0.5
-        scope = choose_scope(config)
-        self.policy = make_policy(config, algorithm, self.kv, scale, scope, self.device.type)
+        scale = self.kv.head_dim**-0.5
+        algorithm, self.policy, _ = choose_selection(config, self.kv, scale, self.device.type)
         self.retrieve_topk = algorithm.retrieve_topk
-        self._ranks_tail = algorithm.ranks_tail
 
         def recorded(queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
             self.last_selection = self.retrieve_topk(queries, layer_id, step)
@@ -163,7 +160,6 @@ class RandomRequests:
         rows, row_pages = self.policy.heads, self.row_tokens // self.kv.page_size
         return PoolSizes(
             num_slots=self.batch + 1,
-            max_requests=self.batch,
             device_pages=self.batch * rows * row_pages + (self.batch + 1) * rows,
             min_row_pages=row_pages,
             max_row_pages=row_pages,
@@ -246,7 +242,7 @@ class RandomRequests:
                 selected = pages[b, first // group]
                 attended = selected[selected >= 0].tolist()
                 tokens = len(attended) * size
-                if not self._ranks_tail or len(attended) < self.policy.max_pages:
+                if self.policy.tail_below is None or len(attended) < self.policy.tail_below:
                     attended.append(tail)
                     tokens += self.length - tail * size
                 index = self.table[b, attended].long().cpu()

@@ -38,12 +38,12 @@ class Representation:
             its page. "request": each request slot, ``[L, request slots, *shape]``, zeroed when a
             request begins. "layer": the layer, ``[L, *shape]``, constants of the model.
         saved: whether a saved context includes the tensor; otherwise it is zero after loading.
-        memory: where the tensor lies. "host" is for what owners of "page" need a few entries of in
-            a step: page-locked on a machine with a GPU, which reads and writes it over the link as
-            a tensor of its own. It takes its room from ``host_memory``, and from no device memory.
+        memory: where the tensor lies. "host" suits pages of which a step reads few entries. It is
+            page-locked on a machine with a GPU, which reads and writes it over the link, and counts
+            as ``host_memory``.
         source: what an entry is computed from. "kv": K, V and queries. "model": what the model's
-            own indexer gives for each token; stores and prefill servers pass such entries on,
-            because K and V alone cannot rebuild them.
+            own indexer computes for each token; stores and prefill servers pass these entries on,
+            because K and V cannot rebuild them.
 
     Raises:
         ValueError: ``memory`` is "host" and the owner is not a page.
@@ -111,6 +111,15 @@ class BaseSparseAlgorithm(ABC):
         """Queries at the prompt's end that the algorithm needs; no prefix cache may skip them."""
         return 0
 
+    def attended_tokens(self, budget: int, row_tokens: int) -> int:
+        """The most tokens that a sparse step attends in a row, tail page included.
+
+        Args:
+            budget: the setting.
+            row_tokens: tokens that the row's device pages hold at least.
+        """
+        return row_tokens if self.variable_lengths else budget
+
     def captured_bytes(self, policy: SelectionPolicy, num_pages: int) -> int:
         """Device memory for intermediates of :meth:`retrieve_topk` beside its scores, in bytes.
 
@@ -150,11 +159,24 @@ class BaseSparseAlgorithm(ABC):
         """
         return
 
-    @abstractmethod
+    def store(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
+    ) -> None:
+        """Store the representations of complete pages; without an override there are none.
+
+        Args:
+            keys: ``[P, S, Hkv, D]``.
+            layer_id: layer number.
+            host_pages: ``[P]``, int32 in prefill and int64 in decode, the entries to write in
+                ``step.representations``; the padding page 0 may occur more than once.
+            step: the step.
+        """
+        return
+
     def construct_representations(
         self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
-        """Prefill: store the representations of a chunk.
+        """Prefill: store the representations of a chunk; unless overridden, by :meth:`store`.
 
         Args:
             keys: ``[P, S, Hkv, D]``, keys of the pages that this chunk completed; P may be 0.
@@ -162,12 +184,14 @@ class BaseSparseAlgorithm(ABC):
             layer_id: layer number, counted from the first layer of this rank.
             step: the chunk.
         """
+        self.store(keys, layer_id, step.host_pages, step)
 
-    @abstractmethod
     def update_representations(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
         """Decode: store the representations of the tail pages that this step filled.
+
+        Unless overridden, by :meth:`store`.
 
         Args:
             keys: ``[B, S, Hkv, D]``, keys of each request's full tail page. On a GPU the entries of
@@ -177,6 +201,7 @@ class BaseSparseAlgorithm(ABC):
                 page has the padding page 0, so that one write serves all requests.
             step: the step.
         """
+        self.store(keys, layer_id, host_pages, step)
 
     def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
         """Choose the positions that each query of a chunk attends, for models trained that way.
@@ -187,8 +212,8 @@ class BaseSparseAlgorithm(ABC):
 
         Returns:
             positions ``[T, K] int32``, unique, none after the query, padded with -1; K is at most
-            :meth:`prefill_choices`. None: every
-            query attends all earlier positions, as in nearly all models.
+            :meth:`prefill_choices`. None: every query attends all earlier positions, as in nearly
+            all models.
         """
         return None
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.page_score import tail_logits
-from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms.step import DecodeStep, SelectionPolicy
 from hisparse.kernels import key_score, select
 from hisparse.types import Selection
 
@@ -57,17 +57,8 @@ class DIPR(BaseSparseAlgorithm):
         return -math.log(_DEFAULT_ALPHA if self.alpha is None else self.alpha)
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        """None: keys are scored where they lie in host memory."""
         return {}
-
-    def construct_representations(
-        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
-    ) -> None:
-        """Nothing: keys are scored where they lie in host memory."""
-
-    def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
-    ) -> None:
-        """Nothing, as in prefill."""
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy = step.policy
@@ -75,5 +66,5 @@ class DIPR(BaseSparseAlgorithm):
         table = step.host_page_table[:, : step.max_pages]
         scores = key_score(query, step.host_keys(layer_id), table, step.num_pages)
         rest = tail_logits(query, layer_id, step).amax(-1)
-        rule = step.once("rule", lambda: replace(policy.rule, within=self.within(policy.scale)))
+        rule = policy.select_rule_with(within=self.within(policy.scale))
         return select(scores, step.num_pages, rule, forced=step.forced_pages, rest=rest)

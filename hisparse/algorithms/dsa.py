@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -68,22 +68,12 @@ class DSA(BaseSparseAlgorithm):
     def _scaled(self) -> bool:
         return self._dtype.itemsize == 1
 
-    def construct_representations(
-        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    def store(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        self._store(_inputs(step), layer_id, step.host_pages, step)
-
-    def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
-    ) -> None:
-        self._store(_inputs(step), layer_id, host_pages, step)
-
-    def _store(
-        self, new: IndexerInputs, layer_id: int, pages: Tensor, step: PrefillStep | DecodeStep
-    ) -> None:
-        """Write the keys ``[T, Di]`` of tokens to their host pages ``[T]``."""
-        keys, scales = self._stored(layer_id, step)
-        store_index_keys(new.keys, keys, pages, scales=scales)
+        """Write the indexer's keys of new tokens, which are pages of one token each."""
+        stored, scales = self._stored(layer_id, step)
+        store_index_keys(_inputs(step).keys, stored, host_pages, scales=scales)
 
     def _stored(
         self, layer_id: int, step: PrefillStep | DecodeStep
@@ -98,7 +88,7 @@ class DSA(BaseSparseAlgorithm):
         scores = index_score(_inputs(step), keys, table, step.num_pages, scales=scales)
         # The tail page is ranked with the others, but never listed: a selection that is shorter
         # means that it is attended.
-        rule = step.once("rule", lambda: replace(policy.rule, drop_last=True))
+        rule = policy.select_rule_with(drop_last=True)
         count = step.once("count", lambda: step.num_pages + 1)
         forced = step.once("forced", lambda: _forced(count, table.shape[1], policy))
         return select(scores, count, rule, forced=forced)
@@ -117,7 +107,7 @@ class DSA(BaseSparseAlgorithm):
             given = (new.take(part), keys, table, counts[part])
             scores = chunk_index_score(*given, scales=scales)
             forced = _forced(counts[part], end, step.policy)
-            chosen = select(scores, counts[part], step.policy.rule, forced=forced)
+            chosen = select(scores, counts[part], step.policy.select_rule, forced=forced)
             parts.append(chosen.pages[:, 0])
         return torch.cat(parts)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,23 +18,9 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
     """Keeps the pages with the highest scores.
 
     This class implements paging, sinks, recent pages, selections shared by heads, top-k and
-    padding. A subclass reads and writes its representations itself, usually by kernels. Most
+    padding. A subclass writes and scores its representations itself, usually by kernels. Most
     algorithms subclass :class:`PageScoreAlgorithm` instead.
     """
-
-    @abstractmethod
-    def store(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
-    ) -> None:
-        """Summarise complete pages.
-
-        Args:
-            keys: ``[P, S, Hkv, D]``.
-            layer_id: layer number.
-            host_pages: ``[P]``, int32 in prefill and int64 in decode; the padding page 0 may occur
-                more than once.
-            stored: representations by name, to be written at ``host_pages``.
-        """
 
     @abstractmethod
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
@@ -51,16 +36,6 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
             divisor of Hq. Entries without a page are ignored.
         """
 
-    def construct_representations(
-        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
-    ) -> None:
-        self.store(keys, layer_id, step.host_pages, step.representations)
-
-    def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
-    ) -> None:
-        self.store(keys, layer_id, host_pages, step.representations)
-
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         # A subclass may score with large operators, which gain from PyTorch's threads.
         scores = self.score_pages(queries, layer_id, step)
@@ -72,7 +47,7 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
                 "step.max_pages pages"
             )
         with serial_operators(queries.device):
-            return select(scores, step.num_pages, step.policy.rule, forced=step.forced_pages)
+            return select(scores, step.num_pages, step.policy.select_rule, forced=step.forced_pages)
 
 
 class PageScoreAlgorithm(RankedPagesAlgorithm):
@@ -105,30 +80,11 @@ class PageScoreAlgorithm(RankedPagesAlgorithm):
         return {"summary": Representation(self.summary_shape(policy.kv), policy.kv.dtype)}
 
     def store(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
-        self._write(keys, mask, layer_id, host_pages, stored)
-
-    def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
-    ) -> None:
-        if type(self).store is not PageScoreAlgorithm.store:
-            return super().update_representations(keys, layer_id, host_pages, step)
-        # As store does, with a mask that all layers share.
         shape, device = keys.shape[:2], keys.device
         mask = step.once("mask", lambda: torch.ones(shape, dtype=torch.bool, device=device))
-        self._write(keys, mask, layer_id, host_pages, step.representations)
-
-    def _write(
-        self,
-        keys: Tensor,
-        mask: Tensor,
-        layer_id: int,
-        host_pages: Tensor,
-        stored: Mapping[str, Tensor],
-    ) -> None:
-        summaries = stored["summary"][layer_id]
+        summaries = step.representations["summary"][layer_id]
         summaries[host_pages] = self.summarize(keys, mask).to(summaries.dtype)
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:

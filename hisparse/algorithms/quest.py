@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from hisparse.algorithms.base import Representation, register_algorithm
 from hisparse.algorithms.page_score import RankedPagesAlgorithm
-from hisparse.algorithms.step import DecodeStep, SelectionPolicy
+from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import page_score, page_summary
 from hisparse.types import KVSpec
 
@@ -61,9 +60,10 @@ class Quest(RankedPagesAlgorithm):
         return kinds
 
     def store(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
         """Write the key ranges of complete pages."""
+        stored = step.representations
         scales = stored["scale"][layer_id] if "scale" in stored else None
         page_summary(keys, stored["summary"][layer_id], host_pages, scales=scales)
 

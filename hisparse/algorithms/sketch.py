@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -73,17 +73,7 @@ class Sketch(BaseSparseAlgorithm):
             _OUTLINE: Representation((heads, outline_bytes(dim)), torch.uint8),
         }
 
-    def construct_representations(
-        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
-    ) -> None:
-        self._store(keys, layer_id, step.host_pages, step)
-
-    def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
-    ) -> None:
-        self._store(keys, layer_id, host_pages, step)
-
-    def _store(
+    def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
         sketches = step.representations[_SKETCH][layer_id]
@@ -110,7 +100,8 @@ class Sketch(BaseSparseAlgorithm):
             layer_id,
             step,
         )
-        return select(scores, step.num_pages, policy.rule, forced=step.forced_pages, rest=rest)
+        rule, forced = policy.select_rule, step.forced_pages
+        return select(scores, step.num_pages, rule, forced=forced, rest=rest)
 
     def _score(
         self,
@@ -136,7 +127,7 @@ class Sketch(BaseSparseAlgorithm):
     def _select_candidates(self, query: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         """Select among the pages that outlines choose, for each head of the selection its own."""
         policy, heads = step.policy, step.policy.heads
-        most = _CANDIDATES * policy.max_pages
+        num_candidates = _CANDIDATES * policy.max_pages
         table = step.host_page_table[:, : step.max_pages]
         candidates = select(
             outline_score(
@@ -146,7 +137,7 @@ class Sketch(BaseSparseAlgorithm):
                 step.num_pages,
             ),
             step.num_pages,
-            step.once("rule", lambda: replace(policy.rule, max_pages=most)),
+            policy.select_rule_with(max_pages=num_candidates),
             forced=step.forced_pages,
         )
         # From here on each head of the selection is a request, whose pages are its candidates. Its
@@ -166,14 +157,14 @@ class Sketch(BaseSparseAlgorithm):
             layer_id,
             step,
         )
-        found = select(
+        best = select(
             scores,
             lengths,
-            step.once("head rule", lambda: replace(policy.rule, heads=1)),
+            policy.select_rule_with(heads=1),
             forced=step.forced_pages.gather(1, place).view_as(pages),
             rest=rest,
         )
-        chosen = pages.gather(1, found.pages[:, 0].clamp(min=0).long())
-        chosen = chosen.masked_fill(found.pages[:, 0] < 0, -1)
+        chosen = pages.gather(1, best.pages[:, 0].clamp(min=0).long())
+        chosen = chosen.masked_fill(best.pages[:, 0] < 0, -1)
         shape = candidates.lengths.shape
-        return Selection(chosen.view(*shape, -1), found.lengths.view(shape))
+        return Selection(chosen.view(*shape, -1), best.lengths.view(shape))

@@ -106,11 +106,6 @@ class SnapKV(BaseSparseAlgorithm):
         row_votes: Tensor = votes.unflatten(0, (heads, -1)).sum(1)
         return row_votes
 
-    def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
-    ) -> None:
-        """Generated pages have no representations."""
-
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy, slots = step.policy, step.slots
         state = _state(step)
@@ -124,7 +119,7 @@ class SnapKV(BaseSparseAlgorithm):
         page = torch.arange(step.max_pages, device=listed.device)
         generated = page >= state[_PROMPT_PAGES][layer_id, slots, None]
         scores = torch.where(generated[:, None], width + 1.0 + page, scores[..., 1:])
-        return select(scores, step.num_pages, policy.rule, forced=step.forced_pages)
+        return select(scores, step.num_pages, policy.select_rule, forced=step.forced_pages)
 
 
 def _state(step: PrefillStep | DecodeStep) -> dict[str, Tensor]:

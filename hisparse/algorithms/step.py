@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.kernels import SelectRule, TailPages, paged_attention, upload
+from hisparse.kernels import DecodeRows, SelectRule, TailPages, paged_attention, upload
 from hisparse.kernels.sketch.op import tail_lse
 from hisparse.types import AttentionRule, IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
 T = TypeVar("T")
+
+#: Tensors of :class:`DecodeRows` with an entry for each row, or for each request.
+_OF_ROWS, _OF_REQUESTS = ("rows", "capacity", "tail_lens"), ("host_page_table", "num_pages")
 
 #: How a layer attends a request: "sparse", over the selected pages; "resident", densely, over a
 #: context that fits the row's device pages; "streamed", densely, in tiles from host memory;
@@ -33,8 +36,11 @@ class SelectionPolicy:
             ("kv_head"), or each query head alone ("query_head").
         budget_pages: full pages within the budget. A context of at most ``budget_pages`` full pages
             is attended densely.
-        max_pages: K, the most pages of a selection, tail page not counted. Above ``budget_pages``
-            for algorithms with ``variable_lengths``.
+        max_pages: K, the most pages of a selection, tail page not counted.
+        variable_lengths: whether a selection has as many pages as its query needs, at most
+            ``max_pages``; otherwise it has that many, or all pages of a shorter context.
+        tail_below: the tail page is attended only beside fewer selected pages than this, because
+            the algorithm ranks it with them; None: always.
         num_sink_pages: first pages of the sequence that are always selected.
         num_recent_pages: last full pages that are always selected.
         scale: softmax scale: an attention logit is ``scale`` times q.k.
@@ -51,6 +57,8 @@ class SelectionPolicy:
     num_sink_pages: int
     num_recent_pages: int
     scale: float
+    variable_lengths: bool = False
+    tail_below: int | None = None
     logit_cap: float = 0.0
     device: str = "cuda"
     invalid_scores: Tensor | None = field(default=None, compare=False, repr=False)
@@ -61,22 +69,33 @@ class SelectionPolicy:
         return self.kv.selection_heads(self.scope)
 
     @cached_property
-    def rule(self) -> SelectRule:
+    def select_rule(self) -> SelectRule:
         """The policy as :func:`hisparse.kernels.select` takes it."""
         return SelectRule(
             heads=self.heads, max_pages=self.max_pages, invalid_scores=self.invalid_scores
         )
 
+    def select_rule_with(self, **changes: Any) -> SelectRule:
+        """:attr:`select_rule` with other values of some fields; the same object each time."""
+        key = tuple(changes.items())
+        if key not in self._changed_rules:
+            self._changed_rules[key] = replace(self.select_rule, **changes)
+        return self._changed_rules[key]
+
     @cached_property
-    def attention(self) -> AttentionRule:
+    def _changed_rules(self) -> dict[tuple[tuple[str, Any], ...], SelectRule]:
+        return {}
+
+    @cached_property
+    def attention_rule(self) -> AttentionRule:
         """How layers without a window attend."""
         return AttentionRule(self.scale, self.logit_cap)
 
     @cached_property
-    def rules(self) -> tuple[AttentionRule, ...]:
+    def layer_rules(self) -> tuple[AttentionRule, ...]:
         """How each layer attends, ``[L]``."""
         return tuple(
-            replace(self.attention, window=self.kv.window(layer))
+            replace(self.attention_rule, window=self.kv.window(layer))
             for layer in range(self.kv.num_layers)
         )
 
@@ -132,6 +151,10 @@ class PrefillStep:
         """Position after the chunk's last token."""
         return self.start + self.length
 
+    def once(self, name: str, find: Callable[[], T]) -> T:
+        """The value of ``find()``: unlike a :class:`DecodeStep`, this one has one layer."""
+        return find()
+
 
 class KVReader(Protocol):
     """Reads keys and values for the requests of a step."""
@@ -159,12 +182,12 @@ class KVReader(Protocol):
 
 @dataclass
 class StepCache:
-    """What layers of a step pass on, and what the current one was given. It ends with the step.
+    """State that the layers of a step share, and the inputs of the current layer.
 
     Attributes:
         indexer: see :attr:`DecodeStep.indexer`.
-        selection: what the layers of the current group attend; None before the first one selects.
-        values: what :meth:`DecodeStep.once` computed, by the algorithm's name for it.
+        selection: attended by the layers of the current group; None before the first one selects.
+        values: results of :meth:`DecodeStep.once`, by name.
         early: loads of pages that started before their layer, by layer.
     """
 
@@ -176,63 +199,73 @@ class StepCache:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
-    """Requests of a decode step: what selection, residency and attention know of them.
+    """The requests of a decode step, as selection, residency and attention see them.
 
-    All layers share it. The first attributes, up to ``kv_io``, are for algorithms.
+    All layers share it. Algorithms need the attributes up to ``kv_io``, the properties and the
+    methods; the other attributes are the engine's.
 
     Attributes:
         policy: the rules of every selection.
         representations: name to ``[L, host pages, ...]``, owned by the coordinator.
         slots: ``[B] int64``, request slots.
-        num_pages: ``[B] int32``, full pages before the tail page; only these can be selected.
         tail_lens: ``[B] int32``, tokens in the tail page, the new one included.
-        max_pages: upper bound of ``num_pages``, known on the host; in a captured step, the pages of
-            the longest context.
-        host_page_table: ``[B, P] int32``, host page of each page; P is at least ``max_pages``.
         kv_io: reads keys and values.
         seq_lens_cpu: ``[B]``, tokens of each request, known on the host; in a captured step, the
             most that it may have.
         host_slots: ``[B] int64``, host slot of each new token.
-        rows: ``[R] int64``, rows of the device tables; row ``b * H + h`` belongs to request b.
-        capacity: ``[R] int32``, device slots of each row.
-        row_tails: ``[L, R] int32``, device page of each row's tail; None: an earlier step of the
-            forward may fill tail pages, so each layer finds them when it begins.
-        row_tail_lens: ``[R] int32``, tokens in the row's tail page.
-        num_real_rows: ``[1] int32``, rows before the padding.
+        rows: rows of the device tables; row ``b * H + h`` belongs to request b. Its ``tail_pages``
+            are those of all layers, ``[L, R] int32``, as the step begins.
+        follows: whether an earlier step of the forward may fill tail pages, so that each layer has
+            to find them when it begins.
         captured: whether this is a captured step, or one that warms up for the capture.
-        dense: ``[B] bool``, requests of a sparse step that attend every page; None: none does.
         index: ``[B] int64``, places of the requests in the batch; None: they are the whole batch.
         places: ``[B]``, the same on the host.
         last: the last tokens of the requests, some of which have several tokens in the batch, one
             after the other; None: each request has one. Only the last token may fill a page.
         by_mode: the requests of a whole batch by attention mode, in layers that attend sparsely.
         dense_by_mode: the same, in layers that are always dense.
-        cache: what layers pass on; the only attribute that changes during a step.
+        cache: state that layers share; the only attribute that changes during a step.
     """
 
     policy: SelectionPolicy
     representations: Mapping[str, Tensor]
     slots: Tensor
-    num_pages: Tensor
     tail_lens: Tensor
-    max_pages: int
-    host_page_table: Tensor
     kv_io: KVReader
     seq_lens_cpu: np.ndarray
     host_slots: Tensor
-    rows: Tensor
-    capacity: Tensor
-    row_tails: Tensor | None
-    row_tail_lens: Tensor
-    num_real_rows: Tensor
+    rows: DecodeRows
+    follows: bool = False
     captured: bool = False
-    dense: Tensor | None = None
     index: Tensor | None = None
     places: np.ndarray | None = None
     last: DecodeStep | None = None
     by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
     dense_by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
     cache: StepCache = field(default_factory=StepCache, init=False, compare=False, repr=False)
+
+    @property
+    def num_pages(self) -> Tensor:
+        """``[B] int32``, full pages before the tail page; only these can be selected."""
+        return self.rows.num_pages
+
+    @cached_property
+    def max_pages(self) -> int:
+        """The most that ``num_pages`` may be, known on the host.
+
+        In a captured step: the full pages of the longest context.
+        """
+        return int(self.seq_lens_cpu.max() - 1) // self.policy.kv.page_size
+
+    @property
+    def host_page_table(self) -> Tensor:
+        """``[B, P] int32``, host page of each page; P is at least ``max_pages``."""
+        return self.rows.host_page_table
+
+    @property
+    def dense(self) -> Tensor | None:
+        """``[B] bool``, requests of a sparse step that attend every page; None: none does."""
+        return self.rows.dense
 
     @property
     def indexer(self) -> IndexerInputs | None:
@@ -245,19 +278,19 @@ class DecodeStep:
         return self.policy.forced_pages(self.num_pages, self.max_pages)
 
     def once(self, name: str, find: Callable[[], T]) -> T:
-        """What ``find`` returns, which is called in the first layer of the step only.
+        """The value of ``find()``, which only the first layer of the step calls.
 
-        An algorithm computes here what depends on the requests, not on the layer: each operator is
-        a launch on a GPU.
+        For values that depend on the requests and not on the layer: on a GPU each operator is a
+        launch.
 
         Args:
-            name: of the value, among those of the algorithm.
+            name: a name for the value, unique in the algorithm.
             find: computes it.
         """
         if name not in self.cache.values:
             self.cache.values[name] = find()
-        found: T = self.cache.values[name]
-        return found
+        value: T = self.cache.values[name]
+        return value
 
     @property
     def seq_lens(self) -> Tensor:
@@ -320,20 +353,21 @@ class DecodeStep:
 
     def tails(self, layer_id: int) -> Tensor:
         """``[R] int32``, device page of each row's tail."""
-        if self.row_tails is None:
+        if self.follows:
             return self.kv_io.find_tails(layer_id, self)
-        return self.row_tails[layer_id]
+        return self.rows.tail_pages[layer_id]
 
     def tail_slots(self, layer_id: int) -> Tensor:
         """``[R] int64``, where each row's new token goes: its tail page times S, plus offset."""
+        return self._slots_in(self.tails(layer_id)) if self.follows else self._all_slots[layer_id]
 
-        def slots_in(tails: Tensor) -> Tensor:
-            return tails.long() * self.policy.kv.page_size + (self.row_tail_lens - 1)
+    @cached_property
+    def _all_slots(self) -> Tensor:
+        """:meth:`tail_slots` of all layers, ``[L, R]``, in one operation."""
+        return self._slots_in(self.rows.tail_pages)
 
-        tails = self.row_tails
-        if tails is None:
-            return slots_in(self.tails(layer_id))
-        return self.once("tail slots", lambda: slots_in(tails))[layer_id]
+    def _slots_in(self, tails: Tensor) -> Tensor:
+        return tails.long() * self.policy.kv.page_size + (self.rows.tail_lens - 1)
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor] | None:
@@ -345,12 +379,12 @@ class DecodeStep:
         size = self.policy.kv.page_size
         if not self.captured and not (self.seq_lens_cpu % size == 0).any():
             return None
-        rows = self.row_tail_lens == size
+        full = self.rows.tail_lens == size
         if self.captured:
-            rows &= torch.arange(len(rows), device=rows.device) < self.num_real_rows
+            full &= torch.arange(len(full), device=full.device) < self.rows.num_real_rows
         page = self.host_page_table.gather(1, self.num_pages.long()[:, None])[:, 0]
-        full = rows.view(len(page), -1)[:, 0]
-        return rows, torch.where(full, page, 0).long()
+        of_request = full.view(len(page), -1)[:, 0]
+        return full, torch.where(of_request, page, 0).long()
 
     def use_indexer(self, indexer: IndexerInputs) -> None:
         """Take the inputs of the whole batch in the layer that begins, for the parts too."""
@@ -360,26 +394,26 @@ class DecodeStep:
 
     def take(self, places: np.ndarray) -> DecodeStep:
         """The requests at ``places [n] int64`` of the step."""
-        index = upload(places, self.rows.device)
-        heads, seq_lens_cpu = self.policy.heads, self.seq_lens_cpu[places]
-        rows = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
+        index = upload(places, self.slots.device)
+        heads = self.policy.heads
+        row_index = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
+        taken = {name: getattr(self.rows, name)[row_index] for name in _OF_ROWS}
+        taken |= {name: getattr(self.rows, name)[index] for name in _OF_REQUESTS}
         return DecodeStep(
             policy=self.policy,
             representations=self.representations,
             slots=self.slots[index],
-            num_pages=self.num_pages[index],
             tail_lens=self.tail_lens[index],
-            max_pages=int(seq_lens_cpu.max() - 1) // self.policy.kv.page_size,
-            host_page_table=self.host_page_table[index],
             kv_io=self.kv_io,
-            seq_lens_cpu=seq_lens_cpu,
+            seq_lens_cpu=self.seq_lens_cpu[places],
             host_slots=self.host_slots[index],
-            rows=self.rows[rows],
-            capacity=self.capacity[rows],
-            row_tails=None if self.row_tails is None else self.row_tails[:, rows],
-            row_tail_lens=self.row_tail_lens[rows],
-            num_real_rows=self.num_real_rows.new_full((1,), rows.numel()),
-            dense=None if self.dense is None else self.dense[index],
+            rows=DecodeRows(
+                **taken,
+                tail_pages=self.rows.tail_pages[:, row_index],
+                num_real_rows=self.rows.num_real_rows.new_full((1,), row_index.numel()),
+                dense=None if self.dense is None else self.dense[index],
+            ),
+            follows=self.follows,
             index=index,
             places=places,
         )

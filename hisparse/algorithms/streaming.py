@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,11 +22,6 @@ class Streaming(RankedPagesAlgorithm):
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         return {}
-
-    def store(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
-    ) -> None:
-        """Keeps no representations."""
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         """A page's score is its number: the later, the higher."""

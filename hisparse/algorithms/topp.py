@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -53,15 +53,22 @@ class TopP(BaseSparseAlgorithm):
             _RANGES: Representation((*tokens, 2), torch.bfloat16),
         }
 
-    def construct_representations(
-        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    def store(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        _store(keys, layer_id, step.host_pages, step)
-
-    def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
-    ) -> None:
-        _store(keys, layer_id, host_pages, step)
+        """Quantise the keys of complete pages."""
+        keys = keys.float()
+        low = keys.amin(-1, keepdim=True)
+        width = (keys.amax(-1, keepdim=True) - low) / _LEVELS
+        # Quantise with the rounded range, which later steps decode with.
+        ranges = torch.cat([low, width], -1).to(torch.bfloat16)
+        low, width = ranges.float().split(1, -1)
+        code = (keys - low).div_(width.clamp(min=1e-30)).round_().clamp_(0, _LEVELS).to(torch.uint8)
+        if code.shape[-1] % 2:
+            code = torch.nn.functional.pad(code, (0, 1))
+        first, second = code.chunk(2, -1)
+        step.representations[_CODES][layer_id, host_pages.long()] = first | (second << 4)
+        step.representations[_RANGES][layer_id, host_pages.long()] = ranges
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy = step.policy
@@ -69,26 +76,10 @@ class TopP(BaseSparseAlgorithm):
         return select(
             _page_scores(query, layer_id, step),
             step.num_pages,
-            step.once("rule", lambda: replace(policy.rule, mass=self.mass)),
+            policy.select_rule_with(mass=self.mass),
             forced=step.forced_pages,
             rest=step.tail_lse(layer_id, query),
         )
-
-
-def _store(keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep) -> None:
-    """Quantise complete pages, ``keys [P, S, Hkv, D]``."""
-    keys = keys.float()
-    low = keys.amin(-1, keepdim=True)
-    width = (keys.amax(-1, keepdim=True) - low) / _LEVELS
-    # Quantise with the rounded range, which later steps decode with.
-    ranges = torch.cat([low, width], -1).to(torch.bfloat16)
-    low, width = ranges.float().split(1, -1)
-    code = (keys - low).div_(width.clamp(min=1e-30)).round_().clamp_(0, _LEVELS).to(torch.uint8)
-    if code.shape[-1] % 2:
-        code = torch.nn.functional.pad(code, (0, 1))
-    first, second = code.chunk(2, -1)
-    step.representations[_CODES][layer_id, host_pages.long()] = first | (second << 4)
-    step.representations[_RANGES][layer_id, host_pages.long()] = ranges
 
 
 def _page_scores(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:

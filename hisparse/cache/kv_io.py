@@ -129,7 +129,7 @@ class KVReadWrite:
 
     def find_tails(self, layer_id: int, step: DecodeStep) -> Tensor:
         """``[R] int32``, device page of each row's tail as of now."""
-        return self._device.tail_pages[layer_id, step.rows]
+        return self._device.tail_pages[layer_id, step.rows.rows]
 
     def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
@@ -162,10 +162,10 @@ class KVReadWrite:
         if k is None:  # The kernel copies pages as they are; these have to be decoded.
             tails = self.read_tails(layer_id, step)
         copies = promote_tail(
-            step.rows,
+            step.rows.rows,
             step.num_pages,
             filled,
-            step.capacity,
+            step.rows.capacity,
             self._device.state(layer_id),
             self._device.tail_pages[layer_id],
             pools=TailPools(k, v if with_values else None, self._host.kv.num_kv_heads),
@@ -179,7 +179,7 @@ class KVReadWrite:
         stored, pages = self._device.stored(layer_id), step.tails(layer_id)
         if self._decode_pages is not None:
             stored, pages = self._decode_pages(stored, pages)
-        return TailPages(stored, pages, step.row_tail_lens)
+        return TailPages(stored, pages, step.rows.tail_lens)
 
     def host_pages(self, layer_id: int) -> PagedKV:
         """K and V of the host pool, each ``[host pages, Hkv, S, D]``.

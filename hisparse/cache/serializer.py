@@ -7,7 +7,7 @@ entries of a model's own indexer for the page's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -39,11 +39,7 @@ class PageSerializer:
         self._kinds = [
             f"{n} {entries[n].dtype} {list(entries[n].shape[2:])}" for n in sorted(entries)
         ]
-        # PyTorch does not index float8.
-        self._entries = [
-            x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-            for x in (entries[name] for name in sorted(entries))
-        ]
+        self._entries = _sorted(entries)
         self.page_tokens = page_tokens
         self.pages_per_record = page_tokens // host.kv.page_size
         kv = host.kv
@@ -93,10 +89,64 @@ class PageSerializer:
             for each in self._entries:
                 entries = take(each.dtype, len(pages), *each.shape[2:])
                 each[layer, pages.to(each.device)] = entries.to(each.device)
-        if any(each.is_cuda for each in self._entries):
-            # The forward that reads them runs on another stream.
-            torch.cuda.current_stream().synchronize()
+        _wait_for_writes(self._entries)
 
     def _slots(self, pages: Tensor) -> Tensor:
         size = self._host.kv.page_size
         return (pages[:, None] * size + torch.arange(size)).flatten()
+
+
+class EntrySerializer:
+    """Moves representations between the engine's tensors and the bytes of a store.
+
+    A record has the entries of one page of SGLang: by name, of all layers, of all its host pages.
+
+    Args:
+        entries: tensors ``[L, host pages, ...]``, by name.
+        pages_per_record: host pages of a page of SGLang.
+
+    Attributes:
+        pages_per_record: as given.
+        record_bytes: bytes of a record.
+    """
+
+    def __init__(self, entries: Mapping[str, Tensor], pages_per_record: int) -> None:
+        self._entries = _sorted(entries)
+        self.pages_per_record = pages_per_record
+        self.record_bytes = pages_per_record * sum(x[:, 0].nbytes for x in self._entries)
+
+    def read(self, pages: Tensor, out: Tensor) -> None:
+        """Copy entries of ``pages [n * pages_per_record] int64`` to ``out [n, bytes] uint8``."""
+        offset = 0
+        for each in self._entries:
+            found = each[:, pages.to(each.device)].cpu().contiguous()
+            by_record = found.view(len(found), len(out), -1).view(torch.uint8).transpose(0, 1)
+            width = by_record[0].numel()
+            out[:, offset : offset + width].view(by_record.shape).copy_(by_record)
+            offset += width
+
+    def write(self, pages: Tensor, data: Tensor) -> None:
+        """Copy records ``data [n, bytes] uint8`` to the entries of ``pages [n * per record]``."""
+        offset = 0
+        for each in self._entries:
+            shape = (len(each), len(pages), *each.shape[2:])
+            width = each[:, 0].nbytes * self.pages_per_record
+            by_record = data[:, offset : offset + width].view(len(data), len(each), -1)
+            # A copy, since the record may begin where the dtype does not.
+            copied = by_record.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            entries = copied.view(-1).view(each.dtype).view(shape)
+            each[:, pages.to(each.device)] = entries.to(each.device)
+            offset += width
+        _wait_for_writes(self._entries)
+
+
+def _sorted(entries: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors by their names. Those of one byte are integers: PyTorch does not index float8."""
+    found = (entries[name] for name in sorted(entries))
+    return [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in found]
+
+
+def _wait_for_writes(entries: Sequence[Tensor]) -> None:
+    """The forward that reads what was written runs on another stream."""
+    if any(each.is_cuda for each in entries):
+        torch.cuda.current_stream().synchronize()

@@ -78,7 +78,7 @@ class SwapIn:
 
         def load(layer: int) -> DiffTables:
             tables = self.diff(layer, step, selection, width, tail_below, self._malformed)
-            self._gather(layer, tables, step.capacity, self._host.stored(layer))
+            self._gather(layer, tables, step.rows.capacity, self._host.stored(layer))
             return tables
 
         early: dict[int, Pending[DiffTables]] = step.cache.early
@@ -113,17 +113,7 @@ class SwapIn:
         return diff_tables(
             None if selection is None else selection.pages.flatten(0, 1),
             None if selection is None else selection.lengths.flatten(),
-            DecodeRows(
-                step.rows,
-                step.capacity,
-                step.num_real_rows,
-                step.host_page_table,
-                step.num_pages,
-                step.tails(layer_id),
-                step.row_tail_lens,
-                step.dense,
-                malformed,
-            ),
+            step.rows._replace(tail_pages=step.tails(layer_id), malformed=malformed),
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
             width=width,

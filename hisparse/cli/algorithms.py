@@ -65,7 +65,7 @@ def _print(console: Console, found: list[dict[str, Any]]) -> None:
 
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
-    memory = _memory(cls)
+    memory = _memory(name, cls)
     summary = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
     return {
         "name": name,
@@ -109,7 +109,7 @@ def _limits(cls: type[Any], host_bytes: float) -> list[str]:
     return found
 
 
-def _memory(cls: type[Any]) -> dict[str, float]:
+def _memory(name: str, cls: type[Any]) -> dict[str, float]:
     """Bytes of representations that a token and a request add, for a typical model.
 
     ``kv_ratio`` is the bytes of a token over the bytes of its K and V.
@@ -119,16 +119,15 @@ def _memory(cls: type[Any]) -> dict[str, float]:
     from hisparse.algorithms import entry_bytes
     from hisparse.cache.formats import format_of
     from hisparse.config import HiSparseConfig
-    from hisparse.engine.build import kept_tensors, make_policy
+    from hisparse.engine.build import choose_selection
     from hisparse.memory.costs import host_token_bytes
     from hisparse.types import KVSpec
 
-    algorithm, shape = cls(), _DEEPSEEK if cls.indexer else _LLAMA
-    config = HiSparseConfig(page_size=16 if cls.page_sizes is None else min(cls.page_sizes))
-    page_size = config.page_size
+    page_size = 16 if cls.page_sizes is None else min(cls.page_sizes)
+    config = HiSparseConfig(algorithm=name, page_size=page_size)
+    shape = _DEEPSEEK if cls.indexer else _LLAMA
     kv = KVSpec(**shape, dtype=torch.bfloat16, page_size=page_size)
-    policy = make_policy(config, algorithm, kv, 1.0, cls.scopes[0])
-    kinds = kept_tensors(config, algorithm, policy)
+    _, _, kinds = choose_selection(config, kv, 1.0)
     of_token = entry_bytes(kinds, "page") * kv.num_layers / page_size
     return {
         "bytes_per_token": of_token,

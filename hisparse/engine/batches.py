@@ -16,6 +16,7 @@ from hisparse.engine.coordinator import AttendLayer, Forward, SparseCoordinator
 from hisparse.engine.modes import ModeMasks, divide
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import HiSparseError
+from hisparse.kernels import DecodeRows
 from hisparse.types import IndexerInputs
 
 
@@ -166,7 +167,7 @@ class DecodeBatch:
         dense = engine.modes.dense_requests(step.num_pages, self.seq_lens)
         return replace(
             step,
-            by_mode={"sparse": replace(step, dense=dense)},
+            by_mode={"sparse": replace(step, rows=step.rows._replace(dense=dense))},
             dense_by_mode={"resident": step},
         )
 
@@ -199,18 +200,20 @@ class DecodeBatch:
             policy=policy,
             representations=engine.representations.tensors,
             slots=self.slots,
-            num_pages=(position // size).to(torch.int32),
             tail_lens=tail_lens,
-            max_pages=int(self.seq_lens_cpu.max() - 1) // size,
-            host_page_table=self.host_page_table,
             kv_io=engine.manager.kv_io,
             seq_lens_cpu=self.seq_lens_cpu,
             host_slots=self.host_slots,
-            rows=rows,
-            capacity=device.capacity[rows],
-            row_tails=None if self.follows else device.tail_pages[:, rows],
-            row_tail_lens=tail_lens.repeat_interleave(heads),
-            num_real_rows=num_real_rows,
+            rows=DecodeRows(
+                rows=rows,
+                capacity=device.capacity[rows],
+                num_real_rows=num_real_rows,
+                host_page_table=self.host_page_table,
+                num_pages=(position // size).to(torch.int32),
+                tail_pages=device.tail_pages[:, rows],
+                tail_lens=tail_lens.repeat_interleave(heads),
+            ),
+            follows=self.follows,
             captured=self.num_real is not None,
         )
 
@@ -304,10 +307,8 @@ class MixedBatch:
             sinks: Tensor | None,
         ) -> Tensor:
             outputs = [
-                half.attention(
-                    layer_id, q[own], k[own], v[own], indexer and indexer.take(own), sinks
-                )
-                for half, own in halves
+                half.attention(layer_id, q[at], k[at], v[at], indexer and indexer.take(at), sinks)
+                for half, at in halves
             ]
             return torch.cat(outputs)
 

@@ -34,7 +34,6 @@ from hisparse.memory import sizing as sizing_formula
 from hisparse.memory.costs import (
     ExtraTables,
     Resources,
-    host_token_bytes,
     make_sizing_request,
     tile_pages,
 )
@@ -71,7 +70,6 @@ class PoolSizes:
 
     Attributes:
         num_slots: request slots, including slot 0 of the padding.
-        max_requests: requests that may run at once.
         device_pages: device pages of each layer, including tail pages.
         min_row_pages, max_row_pages: smallest and largest capacity of a row, in device pages.
         context_pages: pages of the longest sequence.
@@ -79,7 +77,6 @@ class PoolSizes:
     """
 
     num_slots: int
-    max_requests: int
     device_pages: int
     min_row_pages: int
     max_row_pages: int
@@ -97,12 +94,14 @@ def make_policy(
 ) -> SelectionPolicy:
     """The rules of selections that follow from settings, algorithm, model and type of device."""
     size = spec.page_size
-    longest = row_tokens(config, spec) if algorithm.variable_lengths else config.budget
+    pages = algorithm.attended_tokens(config.budget, row_tokens(config, spec)) // size
     return SelectionPolicy(
         kv=spec,
         scope=scope,
         budget_pages=config.budget // size - 1,
-        max_pages=longest // size - (not algorithm.ranks_tail),
+        max_pages=pages if algorithm.ranks_tail else pages - 1,
+        variable_lengths=algorithm.variable_lengths,
+        tail_below=pages if algorithm.ranks_tail else None,
         num_sink_pages=config.num_sink_pages,
         num_recent_pages=config.num_recent_pages,
         scale=scale,
@@ -121,15 +120,34 @@ def kept_tensors(
     return kept
 
 
+def choose_selection(
+    config: HiSparseConfig, spec: KVSpec, scale: float, device: str = "cuda"
+) -> tuple[BaseSparseAlgorithm, SelectionPolicy, dict[str, Representation]]:
+    """The algorithm, the rules of its selections, and :func:`kept_tensors`.
+
+    Args:
+        config: the settings.
+        spec: shapes of the model.
+        scale: softmax scale.
+        device: type of the device that decodes.
+
+    Raises:
+        ConfigError: a setting is incompatible with the model or with another setting.
+    """
+    algorithm, scope = build_algorithm(config), choose_scope(config, format_of(spec))
+    policy = make_policy(config, algorithm, spec, scale, scope, device)
+    return algorithm, policy, kept_tensors(config, algorithm, policy)
+
+
 def _extra_tables(config: HiSparseConfig, policy: SelectionPolicy) -> ExtraTables:
     """The tables that extensions attend over."""
 
     def tables(max_requests: int, context_pages: int) -> Sequence[TableLimits]:
-        most = {"max_requests": max_requests, "context_pages": context_pages}
+        limits = {"max_requests": max_requests, "context_pages": context_pages}
         return [
             table
             for name in config.extensions
-            for table in EXTENSIONS.get(name).attended_tables(policy, **most)
+            for table in EXTENSIONS.get(name).attended_tables(policy, **limits)
         ]
 
     return tables
@@ -156,28 +174,23 @@ def resolve(
         CapacityError: the memory is too small for one request.
     """
     check_capabilities(config, resources.device_type)
-    scope = choose_scope(config, format_of(spec))
-    algorithm = build_algorithm(config)
-    policy = make_policy(config, algorithm, spec, scale, scope, resources.device_type)
+    algorithm, policy, kept = choose_selection(config, spec, scale, resources.device_type)
     captured = resources.captures and config.not_captured(resources.device_type) is None
-    resolved = resolve_settings(config, spec, scope, layers, captured=captured)
+    resolved = resolve_settings(config, spec, policy.scope, layers, captured=captured)
     adapter = choose_adapter(
         resources.device_type,
         spec,
-        scope,
+        policy.scope,
         config.adapter,
         scaled=spec.kv_cache_dtype if format_of(spec).num_scales else None,
         device=resources.device,
-        rules=policy.rules,
+        rules=policy.layer_rules,
     )
-
-    kept = kept_tensors(config, algorithm, policy)
     request = make_sizing_request(
         resolved,
         policy,
         resources,
         kept=kept,
-        host_token_bytes=host_token_bytes(kept, spec),
         adapter=ADAPTERS.get(adapter.name),
         captured_request_bytes=call(
             algorithm.captured_bytes, None, policy, -(-resources.context_length // spec.page_size)
@@ -199,7 +212,6 @@ def build_engine(
     setup: EngineSetup,
     host: HostKVPool,
     *,
-    num_slots: int,
     device: torch.device,
     gather_queries: GatherQueries | None = None,
 ) -> SparseCoordinator:
@@ -208,38 +220,29 @@ def build_engine(
     Args:
         setup: all decisions; the sizing matches the host pool.
         host: the KV pool.
-        num_slots: request slots, including that of the padding.
         device: device of the device pages, representations and tables.
         gather_queries: joins the query heads of ranks whose model has the same KV heads; None:
             this is the only rank.
     """
-    spec, sizing = setup.spec, setup.sizing
+    sizing, size = setup.sizing, setup.spec.page_size
     logger.info("adapter %s: %s", *setup.adapter)
     sizes = PoolSizes(
-        num_slots=num_slots,
-        max_requests=sizing.max_requests,
+        num_slots=sizing.max_requests + 1,
         device_pages=sizing.num_device_pages,
-        min_row_pages=setup.resolved.device_buffer_size // spec.page_size,
-        max_row_pages=sizing.max_row_capacity // spec.page_size,
+        min_row_pages=sizing.request.min_row_pages,
+        max_row_pages=sizing.max_row_capacity // size,
         context_pages=sizing.request.context_pages,
-        staging_pages=tile_pages(setup.resolved.config, spec, sizing.staging_bytes),
+        staging_pages=tile_pages(setup.resolved.config, setup.spec, sizing.staging_bytes),
     )
-    adapter = ADAPTERS.get(setup.adapter.name)()
-    algorithm = setup.algorithm
-    # Ranks exchange queries only where all heads share a selection that K, V and queries decide. An
-    # algorithm that keeps a prompt's queries keeps those of this rank's heads.
-    kept = kept_tensors(setup.resolved.config, algorithm, setup.policy)
-    shared = host.format.replicated and setup.policy.heads == 1 and not algorithm.query_window
-    shared = shared and all(each.source == "kv" for each in kept.values())
     return build(
         setup.resolved,
         setup.algorithm,
         setup.policy,
-        adapter,
+        ADAPTERS.get(setup.adapter.name)(),
         host=host,
         sizes=sizes,
         device=device,
-        gather_queries=gather_queries if shared else None,
+        gather_queries=gather_queries,
     )
 
 
@@ -266,7 +269,7 @@ def build(
         sizes: sizes of the allocations on the device.
         device: device of the device pages, representations and tables.
         streams: replaces the device's own side streams if ``config.overlap`` is true.
-        gather_queries: see :class:`Components`.
+        gather_queries: see :func:`build_engine`.
     """
     config = resolved.config
     types: dict[str, type[Extension]] = {x: EXTENSIONS.get(x) for x in config.extensions}
@@ -276,8 +279,9 @@ def build(
         streams = make_streams(device)
     policy = replace(policy, invalid_scores=counters.total("invalid_scores"))
     manager = _make_manager(config, policy, host, sizes, device, counters, streams)
+    kept = kept_tensors(config, algorithm, policy)
     representations = Representations(
-        kept_tensors(config, algorithm, policy),
+        kept,
         num_layers=num_layers,
         layers=policy.kv.full_layers,
         host_pages=host.num_pages,
@@ -285,6 +289,11 @@ def build(
         device=device,
     )
     call(algorithm.initialize, None, representations.tensors, policy)
+    # Ranks exchange queries only where all heads share a selection that K, V and queries decide. An
+    # algorithm that keeps a prompt's queries keeps those of this rank's heads.
+    shared = host.format.replicated and policy.heads == 1 and not algorithm.query_window
+    if not shared or any(each.source != "kv" for each in kept.values()):
+        gather_queries = None
     components = Components(
         config=config,
         policy=policy,
@@ -294,7 +303,6 @@ def build(
         representations=representations,
         modes=AttentionModes(
             policy,
-            algorithm,
             min_sparse_context=config.min_sparse_context,
             dense_layers=resolved.dense_layers,
             reuse_layers=config.reuse_layers,
@@ -328,7 +336,7 @@ def _make_manager(
         rows_per_request=policy.heads,
         min_pages=sizes.min_row_pages,
         max_pages=sizes.max_row_pages,
-        max_requests=sizes.max_requests,
+        max_requests=sizes.num_slots - 1,
         num_slots=sizes.num_slots,
     )
     return SparseKVCacheManager(

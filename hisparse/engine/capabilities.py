@@ -1,4 +1,8 @@
-"""Every rule on which settings, algorithms, adapters and models are compatible."""
+"""Every rule on which settings, algorithms, adapters and models are compatible.
+
+The rules read what algorithms, adapters and formats declare; how a step runs follows from the
+:class:`SelectionPolicy` instead.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +76,13 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
 
 
 def choose_scope(
-    config: HiSparseConfig, form: KVFormat | type[KVFormat] = KVFormat
+    config: HiSparseConfig, stored: KVFormat | type[KVFormat] = KVFormat
 ) -> SelectionScope:
     """The requested scope, or else the best one of algorithm, adapter and storage format.
 
     Args:
         config: names the algorithm, the adapter and the scope.
-        form: how K and V are stored; default: a format without limits.
+        stored: how K and V are stored; default: a format without limits.
 
     Raises:
         ConfigError: no such scope; the message names the algorithms that support it.
@@ -86,7 +90,7 @@ def choose_scope(
     adapter, wanted = ADAPTERS.get(config.adapter or "torch"), config.selection_scope
 
     def scopes_of(name: str) -> list[SelectionScope]:
-        possible = set(adapter.scopes) & set(form.scopes)
+        possible = set(adapter.scopes) & set(stored.scopes)
         return [scope for scope in ALGORITHMS.get(name).scopes if scope in possible]
 
     choices = scopes_of(config.algorithm)
@@ -96,7 +100,8 @@ def choose_scope(
         others = [n for n in ALGORITHMS if (wanted in scopes_of(n) if wanted else scopes_of(n))]
         raise ConfigError(
             f"selection_scope {wanted!r} does not go with algorithm {config.algorithm!r}, adapter "
-            f"{config.adapter or 'torch'!r}{form.attention_name and f' and {form.attention_name}'} "
+            f"{config.adapter or 'torch'!r}"
+            f"{stored.attention_name and f' and {stored.attention_name}'} "
             f"(choices: {', '.join(choices) or 'none'}; algorithms that can: "
             f"{', '.join(others) or 'none'})"
         )
@@ -123,11 +128,11 @@ def row_tokens(config: HiSparseConfig, spec: KVSpec) -> int:
     """
     size = spec.page_size
     needed = -(-spec.widest_window // size) * size
-    most = config.max_row_capacity
-    if most is not None and most < needed:
+    max_row = config.max_row_capacity
+    if max_row is not None and max_row < needed:
         raise ConfigError(
-            f"max_row_capacity: got {most}, expected at least {needed}: layers of the model attend "
-            f"windows of {spec.widest_window} tokens"
+            f"max_row_capacity: got {max_row}, expected at least {needed}: layers of the model "
+            f"attend windows of {spec.widest_window} tokens"
         )
     return max(config.min_row_tokens, needed)
 

@@ -71,8 +71,8 @@ def retrieve(
             or dtype, or a score is NaN or +inf.
     """
     before = 0 if invalid is None else int(invalid)
-    found = call(algorithm.retrieve_topk, layer_id, queries, layer_id, step)
-    selection = require_selection(found, algorithm, "retrieve_topk", layer_id, step)
+    returned = call(algorithm.retrieve_topk, layer_id, queries, layer_id, step)
+    selection = require_selection(returned, algorithm, "retrieve_topk", layer_id, step)
     count = 0 if invalid is None else int(invalid) - before
     if count:
         raise AlgorithmError(

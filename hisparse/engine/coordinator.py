@@ -165,8 +165,6 @@ class SparseCoordinator:
     @property
     def not_capturable(self) -> str | None:
         """The reason why decode steps cannot be captured in a CUDA graph; None: they can."""
-        if self.algorithm.reads_host_keys:
-            return f"algorithm {type(self.algorithm).__name__} reads keys in host memory"
         if self.manager.checked:
             return "checked is true, which reads every selection back"
         if self.decode.observer is not None:

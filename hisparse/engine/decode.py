@@ -45,8 +45,6 @@ class DecodeLayer:
         self._gather_queries = components.gather_queries
         # A dense context that a captured step serves fits its row.
         self._dense_width = min(self._modes.dense_width, self._manager.device.max_row_pages)
-        # The algorithm ranks the tail page: a selection that fills the budget excludes it.
-        self._tail_below = self._policy.max_pages if self._algorithm.ranks_tail else None
         self._before_layer = overriding("before_layer", extensions)
         self._refining = overriding("refine_selection", extensions)
         self._after_selection = overriding("after_selection", extensions)
@@ -113,10 +111,11 @@ class DecodeLayer:
                     step,
                     selection,
                     width=None if step.dense is None else self._dense_width,
-                    tail_below=self._tail_below if sparse else None,
+                    tail_below=self._policy.tail_below if sparse else None,
                     followers=self._modes.followers(layer_id) if sparse else (),
                 )
-                stored, rule = self._manager.device.stored(layer_id), self._policy.rules[layer_id]
+                stored = self._manager.device.stored(layer_id)
+                rule = self._policy.layer_rules[layer_id]
                 attended = self._attend_pages(
                     queries, stored, tables.attended, tables.seq_lens, rule
                 )
@@ -149,7 +148,7 @@ class DecodeLayer:
         invalid = self._manager.counters.total("invalid_scores") if self._manager.checked else None
         queries = q if self._gather_queries is None else self._gather_queries(q)
         selection = retrieve(self._algorithm, layer_id, queries, step, invalid)
-        if self._algorithm.variable_lengths:
+        if self._policy.variable_lengths:
             self._count_capped(selection, step)
         for extension in self._refining:
             refined = call(extension.refine_selection, layer_id, layer_id, q, selection, step)
@@ -216,7 +215,7 @@ class DecodeLayer:
             lens = torch.full_like(table[:, 0], tile.end - tile.first * kv.page_size)
             num_bytes = count * kv.page_size * manager.host.format.layer_token_bytes
             manager.counters.add("streamed_decode_bytes", num_bytes)
-            new = self._adapter.attend(q[request], pages, table, lens, self._policy.attention)
+            new = self._adapter.attend(q[request], pages, table, lens, self._policy.attention_rule)
             attended = new if attended is None else merge_attended(attended, new)
             if tile.end == step.seq_lens_cpu[~tile.owner]:
                 if sinks is not None:

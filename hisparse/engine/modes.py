@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, SelectionPolicy
+from hisparse.algorithms import DecodeStep, SelectionPolicy
 from hisparse.algorithms.step import AttentionMode
 from hisparse.cache import Counters
 from hisparse.cache.formats import format_of
@@ -19,11 +19,11 @@ class Runs(NamedTuple):
 
     Attributes:
         ends: ``[B, n] bool``, whether a run ends with this token of the chain.
-        most: ``[B]``, tokens of a run at most.
+        max_tokens: ``[B]``, the most tokens of a run.
     """
 
     ends: np.ndarray
-    most: np.ndarray
+    max_tokens: np.ndarray
 
 
 class ModeMasks(NamedTuple):
@@ -55,7 +55,6 @@ class AttentionModes:
 
     Args:
         policy: shapes of the model and the rules of selections.
-        algorithm: selects pages.
         min_sparse_context: tokens; contexts up to this length are attended densely.
         dense_layers: layers that are always dense.
         reuse_layers: consecutive layers that share a selection. Layers with a window are in no
@@ -69,14 +68,12 @@ class AttentionModes:
     def __init__(
         self,
         policy: SelectionPolicy,
-        algorithm: BaseSparseAlgorithm,
         *,
         min_sparse_context: int,
         dense_layers: frozenset[int],
         reuse_layers: int,
     ) -> None:
         self._policy = policy
-        self._algorithm = algorithm
         self._min_sparse_context = min_sparse_context
         layers = policy.kv.full_layers
         self.dense_layers = dense_layers.intersection(layers)
@@ -91,7 +88,7 @@ class AttentionModes:
         longest_dense = (min_sparse_context - 1) // policy.kv.page_size
         self.dense_width = max(policy.max_pages, longest_dense)
         # A selection of fixed length includes every page of a context within the budget.
-        self._selects_all = not algorithm.variable_lengths and longest_dense <= policy.budget_pages
+        self._selects_all = not policy.variable_lengths and longest_dense <= policy.budget_pages
 
     def selects(self, layer_id: int) -> bool:
         """Whether a layer selects: it is the first layer of its group that is not dense."""
@@ -117,7 +114,7 @@ class AttentionModes:
         num_pages = (seq_lens - 1) // self._policy.kv.page_size
         within_budget = num_pages <= self._policy.budget_pages
         sparse = ~within_budget & (seq_lens > self._min_sparse_context)
-        if sparse.any() and not self._algorithm.variable_lengths:
+        if sparse.any() and not self._policy.variable_lengths:
             # The selection of a short context holds all of its pages: one call serves all requests.
             sparse |= within_budget
         fits = capacities >= num_pages
@@ -142,8 +139,9 @@ class AttentionModes:
         dense = self.is_dense(seq_lens)
         ends = seq_lens % size == 0
         ends[:, :-1] |= dense[:, :-1] != dense[:, 1:]
-        most = (capacities // self._policy.max_pages).clip(min=1)
-        return Runs(ends, np.where(capacities >= seq_lens[:, -1] // size, seq_lens.shape[1], most))
+        selections = (capacities // self._policy.max_pages).clip(min=1)
+        fits = capacities >= seq_lens[:, -1] // size
+        return Runs(ends, np.where(fits, seq_lens.shape[1], selections))
 
     def of_dense_layers(self, seq_lens: np.ndarray, capacities: np.ndarray) -> ModeMasks | None:
         """Modes in a layer that is always dense; None: the model has no such layer."""

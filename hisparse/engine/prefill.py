@@ -255,7 +255,7 @@ class Prefill:
                 or those in the layer's window.
             next_tile: the tile that is read after the prefix.
         """
-        rule = self._policy.rules[layer_id]
+        rule = self._policy.layer_rules[layer_id]
         tiles = self._prefix(layer_id, chunk)
         prefix = self._read(tiles, next_tile)
         first = chunk.start

@@ -30,10 +30,10 @@ class Representations:
             ``[L, *shape]``, depending on the owner. If some layers have no representations, these
             are views that take a layer's number and skip those layers in memory.
         num_layers: L.
-        per_page: those of them that belong to pages.
-        of_pages: those of these that are saved, without skipped layers.
-        of_model: those of these whose entries come from the model's own indexer.
-        only_of_pages: whether these are all that is saved.
+        per_page: the tensors of pages.
+        of_pages: the saved tensors of pages, without skipped layers.
+        of_model: those of ``of_pages`` whose entries come from the model's own indexer.
+        only_of_pages: whether only tensors of pages are saved.
     """
 
     def __init__(
@@ -71,9 +71,7 @@ class Representations:
 
     def num_bytes(self, memory: RepresentationMemory) -> int:
         """Bytes of the tensors in one memory."""
-        return sum(
-            self.tensors[name].nbytes for name, own in self._memories.items() if own == memory
-        )
+        return sum(self.tensors[n].nbytes for n, each in self._memories.items() if each == memory)
 
     def begin(self, slot: int) -> None:
         """Start a request in a slot; the next forward zeroes the slot's state."""
@@ -95,7 +93,9 @@ class Representations:
     def read(self, layer_id: int, slot: int, host_pages: Tensor) -> dict[str, Tensor]:
         """Read the saved entries of a request and of its pages ``host_pages [P]``.
 
-        Empty in a layer without representations.
+        Returns:
+            by name, ``[P, *shape]`` of pages or ``[*shape]`` of the request, in the dtype of the
+            representation; empty in a layer without representations.
         """
         self.apply_resets()
         if layer_id not in self._layers:

@@ -32,9 +32,7 @@ _FREE_FRACTION = 0.25
 
 def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
     """The configuration with the fewest device pages that give the same selections."""
-    smallest = config.budget
-    if build_algorithm(config).variable_lengths:
-        smallest = config.min_row_tokens
+    smallest = build_algorithm(config).attended_tokens(config.budget, config.min_row_tokens)
     spec, _ = read_model_shape(model, config.page_size)
     window = -(-spec.widest_window // spec.page_size) * spec.page_size
     tokens = max(smallest, window)

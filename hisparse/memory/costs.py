@@ -56,7 +56,6 @@ def make_sizing_request(
     resources: Resources,
     *,
     kept: Mapping[str, Representation],
-    host_token_bytes: int,
     adapter: type[BackendAdapter],
     captured_request_bytes: int = 0,
     prefill_choices: int = 0,
@@ -69,7 +68,6 @@ def make_sizing_request(
         policy: shapes of the model and the rules of selections.
         resources: memory and limits.
         kept: tensors of the algorithm and of the extensions.
-        host_token_bytes: host memory for one token beside K and V, see :func:`host_token_bytes`.
         adapter: the attention backend.
         captured_request_bytes: the algorithm's intermediates for a request of a captured step.
         prefill_choices: tokens that the algorithm chooses for each token of a prompt; 0: none.
@@ -84,9 +82,10 @@ def make_sizing_request(
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
     copies = resources.node_ranks if stored.replicated else 1
     # Each rank maps all of a pool that ranks share.
-    mapped_bytes = spec.page_size * (stored.token_bytes + host_token_bytes)
+    beside_kv = host_token_bytes(kept, spec)
+    mapped_bytes = spec.page_size * (stored.token_bytes + beside_kv)
     request = SizingRequest(
-        kv_token_bytes=-(-stored.token_bytes // copies) + host_token_bytes,
+        kv_token_bytes=-(-stored.token_bytes // copies) + beside_kv,
         representation_page_bytes=entry_bytes(kept, "page") * num_selecting,
         page_size=spec.page_size,
         num_layers=spec.num_layers,

@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hisparse.algorithms import build_algorithm, entry_bytes
+from hisparse.algorithms import entry_bytes
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import kept_tensors, make_policy
-from hisparse.engine.capabilities import choose_scope, row_tokens
+from hisparse.engine.build import choose_selection
+from hisparse.engine.capabilities import row_tokens
 from hisparse.engine.modes import AttentionModes
 from hisparse.plan.kernel_costs import gather_us, instructions_us
 from hisparse.types import KVSpec
@@ -115,14 +115,12 @@ class _StepTimes:
         batch: int,
         hit_ratio: float,
     ) -> None:
-        algorithm, scope = build_algorithm(config), choose_scope(config, format_of(spec))
-        policy = make_policy(config, algorithm, spec, spec.head_dim**-0.5, scope)
+        algorithm, policy, kept = choose_selection(config, spec, spec.head_dim**-0.5)
         self._config, self._spec, self._hardware = config, spec, hardware
         self._format = format_of(spec)
         self._context, self._batch = context, batch
         self._modes = AttentionModes(
             policy,
-            algorithm,
             min_sparse_context=config.min_sparse_context,
             dense_layers=frozenset(config.dense_layers or ()),
             reuse_layers=config.reuse_layers,
@@ -135,7 +133,6 @@ class _StepTimes:
         heads = spec.num_kv_heads if policy.heads == 1 else policy.heads
         self._row_bytes = batch * heads * self._format.head_bytes
         candidates = _HOST_CANDIDATES * self._selected * max(1, policy.heads // spec.num_kv_heads)
-        kept = kept_tensors(config, algorithm, policy)
         self._score_bytes = batch * pages * entry_bytes(kept, "page")
         self._host_bytes = batch * min(pages, candidates) * entry_bytes(kept, "page", "host")
         self._kernels, self._pages = algorithm.kernels, pages

@@ -46,7 +46,7 @@ def gauge_values(
     """
     manager, policy = coordinator.manager, coordinator.policy
     size = manager.host.kv.page_size
-    selected_pages = policy.max_pages + (not coordinator.algorithm.ranks_tail)
+    selected_pages = policy.max_pages + (policy.tail_below is None)
     return {
         "hit_ratio": stats.hit_ratio,
         "host_tokens_used": allocator.size - allocator.available_size(),

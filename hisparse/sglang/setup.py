@@ -167,7 +167,6 @@ def build_coordinator(session: ServerSession, model_runner: Any) -> SparseCoordi
     return build_engine(
         session,
         pool.host,
-        num_slots=num_slots,
         device=torch.device(model_runner.device),
         gather_queries=None if session.ranks is None else gather_queries(),
     )

@@ -194,7 +194,7 @@ def page_namespace(
         ConfigError: an algorithm that is not part of hisparse decides what a prompt attends.
     """
     # One front end may apply a window of the configuration that another does not read.
-    rules = [(f"{x.scale:.6g}", f"{x.logit_cap:.6g}", x.window) for x in policy.rules]
+    rules = [(f"{x.scale:.6g}", f"{x.logit_cap:.6g}", x.window) for x in policy.layer_rules]
     texts = [*fingerprints, str(rules), *_prefill_rules(algorithm, config)]
     return Namespace(
         model=xxhash.xxh3_128_hexdigest("\n".join(texts).encode()),

@@ -94,7 +94,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
 
     def get(
         self, namespace: Namespace, keys: Sequence[str], buffers: Sequence[Buffer]
-    ) -> list[bool]:
+    ) -> list[bool | None]:
         """Read pages.
 
         A page that is short or damaged is removed and counted.
@@ -105,8 +105,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             buffers: one for each key: writable, contiguous, of ``namespace.page_bytes`` bytes.
 
         Returns:
-            For each key whether its buffer holds the page. If not, the buffer's content is
-            undefined.
+            For each key True if its buffer holds the page. If not, the buffer's content is
+            undefined: None if the page is absent, False if it was damaged.
 
         Raises:
             ConfigError: a key is malformed, or a buffer has another size.
@@ -116,7 +116,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         size = namespace.page_bytes
         views = [_view(buffer, size, writable=True) for buffer in buffers]
         pages = list(zip(map(check_key, keys), views, strict=True))
-        found = [False] * len(keys)
+        found: list[bool | None] = [None] * len(keys)
         if (folder := self._pages(namespace)) is not None:
             each = max(-(-len(pages) // _THREADS), -(-_LEAST_SHARE // size))
             shares = [pages[i : i + each] for i in range(0, len(pages), each)]
@@ -126,28 +126,31 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             for (key, _), ok in zip(pages, found, strict=True):
                 if ok and not self._folder.read_only:
                     folder.note_use(key)
-        hits = sum(found)
+        hits = found.count(True)
         self._counters.add(hits=hits, misses=len(keys) - hits, read_bytes=hits * size)
         return found
 
-    def _read(self, folder: PageFolder, pages: Sequence[tuple[str, memoryview]]) -> list[bool]:
-        """Read pages by their keys; whether each is there and whole."""
-        found, expired_ns = [], self._limits.expired_ns()
-        for key, view in pages:
-            ok = False
-            try:
-                if expired_ns < 0 or folder.used_ns(key) > expired_ns:
-                    folder.read(key, view)
-                    ok = True
-            except FileNotFoundError:
-                pass  # Evicted meanwhile.
-            except DamagedError as error:
-                self._counters.add(damaged=1)
-                self._counters.warn("damaged", f"page {key} is dropped: {error}")
-            except OSError as error:
-                self._note_error("read_errors", error)
-            found.append(ok)
-        return found
+    def _read(
+        self, folder: PageFolder, pages: Sequence[tuple[str, memoryview]]
+    ) -> list[bool | None]:
+        """Read pages by their keys, as :meth:`get` says."""
+        return [self._read_one(folder, key, view) for key, view in pages]
+
+    def _read_one(self, folder: PageFolder, key: str, view: memoryview) -> bool | None:
+        if folder.used_ns(key) <= self._limits.expired_ns():
+            return None
+        try:
+            folder.read(key, view)
+        except FileNotFoundError:
+            return None
+        except DamagedError as error:
+            self._counters.add(damaged=1)
+            self._counters.warn("damaged", f"page {key} is dropped: {error}")
+            return False
+        except OSError as error:
+            self._note_error("read_errors", error)
+            return None
+        return True
 
     def put(self, namespace: Namespace, key: str, page: Buffer) -> bool:
         """Store a page.

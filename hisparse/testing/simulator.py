@@ -186,7 +186,6 @@ class Simulator:
         rows = self.num_slots * self.policy.heads
         return PoolSizes(
             num_slots=self.num_slots,
-            max_requests=self.num_slots - 1,
             device_pages=(self.device_pages or rows * max_pages) + rows,
             min_row_pages=self.device_buffer // self.page_size,
             max_row_pages=max_pages,

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from hisparse.adapters.base import device_limits
-from hisparse.algorithms import build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import EngineSetup, build_engine, kept_tensors, make_policy, resolve
-from hisparse.engine.capabilities import choose_scope, row_tokens, stored_spec
+from hisparse.engine.build import EngineSetup, build_engine, choose_selection, resolve
+from hisparse.engine.capabilities import row_tokens, stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.costs import Resources, host_token_bytes
 from hisparse.memory.host import free_host_memory
@@ -63,7 +62,6 @@ def build_store(
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name}: got {value}, expected at least 1")
-    algorithm = build_algorithm(config)
     device = torch.device(device or getattr(model, "device", None) or "cpu")
     max_length = max_length or _longest(model)
     spec, scale = read_model_shape(model, config.page_size, max_length)
@@ -73,9 +71,7 @@ def build_store(
     # Sizing requires room for at least one row of device_buffer_size tokens.
     num_pages = -(-max(tokens, row_tokens(config, spec)) // spec.page_size)
     needed = (num_pages + 1) * spec.page_size
-    scope = choose_scope(config, format_of(spec))
-    policy = make_policy(config, algorithm, spec, scale, scope, device.type)
-    kept = kept_tensors(config, algorithm, policy)
+    _, _, kept = choose_selection(config, spec, scale, device.type)
     needed *= format_of(spec).token_bytes + host_token_bytes(kept, spec)
     host_bytes, device_bytes = _memory(config, needed, device)
     setup = resolve(
@@ -97,7 +93,7 @@ def build_store(
     pinned = device.type == "cuda"
     with torch.cuda.device(device) if pinned else contextlib.nullcontext():
         host = HostKVPool(spec, num_pages + 1, setup.resolved.layout, pin=pinned)
-    coordinator = build_engine(setup, host, num_slots=max_rows + 1, device=device)
+    coordinator = build_engine(setup, host, device=device)
     shape = {"max_rows": max_rows, "row_pages": row_pages, "num_pages": num_pages}
     return RowStore(coordinator, **shape, device=device), max_length
 

@@ -41,7 +41,7 @@ def check_layer(
     kv = policy.kv
     if layer_id >= kv.num_layers:
         raise HiSparseError(f"got layer {layer_id}, expected 0 to {kv.num_layers - 1}")
-    known = policy.rules[layer_id]
+    known = policy.layer_rules[layer_id]
     expected = {
         "heads and width of q": (tuple(q.shape[1::2]), (kv.num_q_heads, kv.head_dim)),
         "heads and width of k": (tuple(k.shape[1::2]), (kv.num_kv_heads, kv.head_dim)),

@@ -166,7 +166,7 @@ class StoredPages:
             part = keys[first : first + rows]
             buffers = [record.numpy().data for record in data[: len(part)]]
             found = self._store.get(self.namespace, part, buffers)
-            whole = [*found, False].index(False)
+            whole = next((i for i, ok in enumerate(found) if not ok), len(found))
             if whole:
                 self._serializer.write(
                     pages[first * per_record :][: whole * per_record], data[:whole]
@@ -254,7 +254,7 @@ class Session:
         self._updated = None
         policy = self.cache.coordinator.policy
         # A layer that does not exist is the cache's to refuse.
-        rule = policy.rules[min(layer_id, policy.kv.num_layers - 1)]
+        rule = policy.layer_rules[min(layer_id, policy.kv.num_layers - 1)]
         return self.cache.attend(layer_id, q, k, v, None, rule, sinks)
 
     def store(

@@ -38,7 +38,8 @@ def summarize(quest: Quest, keys: Tensor) -> dict[str, Tensor]:
         name: torch.zeros(1, len(keys), *kind.shape, dtype=kind.dtype)
         for name, kind in quest.representations(policy).items()
     }
-    quest.store(keys, 0, torch.arange(len(keys), dtype=torch.int32), stored)
+    pages = torch.arange(len(keys), dtype=torch.int32)
+    quest.store(keys, 0, pages, SimpleNamespace(representations=stored))
     return stored
 
 

@@ -91,9 +91,10 @@ def test_the_gate_of_a_model_with_an_indexer_sees_a_wrong_selection() -> None:
     work = DecodeWorkload(bench._make_requests(OPTIONS, 32), 0.15)
     assert work.agrees()
     attend = work.requests.attend
-    work.requests._ranks_tail = False
+    policy = work.requests.policy
+    work.requests.policy = dataclasses.replace(policy, tail_below=None)
     assert not work.agrees(), "with the tail token twice, or one that is not attended"
-    work.requests._ranks_tail = True
+    work.requests.policy = policy
     assert work.agrees()
     work.requests.attend = lambda layer, query: attend(layer, query.flip(1))
     assert not work.agrees()

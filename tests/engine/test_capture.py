@@ -12,7 +12,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hisparse.algorithms import DecodeStep
-from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.quest import Quest
 from hisparse.config import EXTENSIONS
 from hisparse.engine.batches import DecodeBatch
@@ -132,7 +131,6 @@ def test_an_extension_sees_what_dense_requests_attend(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"algorithm": DIPR(), "checked": False}, "DIPR reads keys in host memory"),
         ({"checked": True}, "checked is true"),
     ],
 )

@@ -125,8 +125,7 @@ def test_what_is_allocated_is_what_was_sized(dtype: str, spec: KVSpec, scope: An
     setup = resolve(config, stored, 0.1, resources)
     sizing = setup.sizing
     host = HostKVPool(stored, sizing.kv_tokens // 16 + 1, setup.resolved.layout, pin=False)
-    slots = sizing.max_requests + 1
-    manager = build_engine(setup, host, num_slots=slots, device=torch.device("cpu")).manager
+    manager = build_engine(setup, host, device=torch.device("cpu")).manager
     assert host.num_bytes == sizing.host_bytes <= resources.host_bytes
     assert manager.device.num_bytes == sizing.device_page_pool_bytes
     if spec.attention == "MLA":

@@ -42,7 +42,7 @@ def test_a_torn_line_is_cut_off_and_the_others_stay(records: Records, tmp_path: 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (b"{}", "lacks algorithm, budget"),
+        (b"{}", "got no algorithm, budget"),
         (b"[1]", "got [1] (list), expected an object"),
         (b'{"kl": 1', "not JSON at line 1"),
         (b"\xff", "not UTF-8 text"),

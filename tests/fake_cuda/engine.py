@@ -103,7 +103,6 @@ class FakeEngine:
         )
         pools = PoolSizes(
             num_slots=self.batch + 1,
-            max_requests=self.batch,
             device_pages=rows * (8192 // size + 1),
             min_row_pages=config.min_row_tokens // size,
             max_row_pages=8192 // size,

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from harness import Server
 
-from hisparse.algorithms import build_algorithm, entry_bytes
-from hisparse.cache.formats import format_of
+from hisparse.algorithms import entry_bytes
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import kept_tensors, make_policy
-from hisparse.engine.capabilities import choose_scope, stored_spec
+from hisparse.engine.build import choose_selection
+from hisparse.engine.capabilities import stored_spec
 from hisparse.memory.sizing import resize, size
 from hisparse.model_config import read_model_config, shape_per_rank
 from hisparse.plan.fit import Machine, fit
@@ -25,10 +24,8 @@ GIB = 2**30
 
 def representation_bytes(settings: HiSparseConfig, shape: KVSpec) -> int:
     """Representations of a page, in all layers, as a CPU keeps them."""
-    spec, algorithm = stored_spec(settings, shape), build_algorithm(settings)
-    scope = choose_scope(settings, format_of(spec))
-    policy = make_policy(settings, algorithm, spec, 1.0, scope, "cpu")
-    kept = kept_tensors(settings, algorithm, policy)
+    spec = stored_spec(settings, shape)
+    _, _, kept = choose_selection(settings, spec, 1.0, "cpu")
     return entry_bytes(kept, "page") * spec.selecting.num_layers
 
 

@@ -12,15 +12,13 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hisparse.cache import HostKVPool
 from hisparse.cache.kv_io import read_tokens, write_tokens
-from hisparse.cache.serializer import PageSerializer
 from hisparse.errors import HiSparseError
 from hisparse.sglang import session
+from hisparse.sglang.features.disaggregation import transfer
 from hisparse.sglang.features.disaggregation.transfer import (
     Buffers,
     Transfers,
-    copy_pages,
     kv_buffers,
-    restore_pages,
     scale_buffers,
 )
 from hisparse.sglang.kv_pool import HiSparseMHAPool
@@ -111,16 +109,22 @@ def test_sglangs_own_pool_has_the_same_order_of_bytes(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_copies_of_a_retracted_request_come_back(spec: KVSpec) -> None:
+def test_copies_of_a_retracted_request_come_back(
+    spec: KVSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of its last page too, which is not full, and with an indexer's keys."""
     one, other = pools(spec)
     here, there = slots([1, 2])[:26], slots([3, 0])[:26]
     fill(one, here)
     keys, back = (torch.zeros(2, h.num_pages, 5) for h in (one, other))
     keys.normal_()
-    copies = copy_pages(PageSerializer(one, 4, {"keys": keys.to(torch.float8_e4m3fn)}), here)
-    restored = back.to(torch.float8_e4m3fn)
-    restore_pages(PageSerializer(other, 4, {"keys": restored}), copies, there)
+    restored, pool = back.to(torch.float8_e4m3fn), Transfers()
+    entries = iter([{"keys": keys.to(torch.float8_e4m3fn)}, {"keys": restored}])
+    monkeypatch.setattr(transfer, "_stored_entries", lambda: next(entries))
+    pool.host = one
+    copies = pool.get_cpu_copy(here)
+    pool.host = other
+    pool.load_cpu_copy(copies, there)
     assert_same(one, here, other, there)
     pages = [slots[::4] // 4 for slots in (here, there)]
     assert torch.equal(

@@ -22,7 +22,6 @@ from hisparse.sglang.features.storage.pages import (
     CHECKSUM_BYTES,
     BackendPages,
     FilePages,
-    PageStorage,
     RecordBuffer,
 )
 from hisparse.sglang.features.storage.records import RecordStore
@@ -44,7 +43,7 @@ class World:
 
     backend: Any
     counters: StorageCounters = field(default_factory=StorageCounters)
-    open: Callable[[Any, RecordBuffer], PageStorage] = BackendPages
+    open: Callable[[Any, RecordBuffer], Any] = BackendPages
 
     def __post_init__(self) -> None:
         self.pool = make_pool("page_head")
@@ -302,7 +301,7 @@ def test_waiting_offloads_end_with_the_one_that_hangs(
 def test_a_damaged_record_is_written_again(world: World, hit: int) -> None:
     """The request that could not load it computes its page, and offloads it."""
     world.store_all()
-    world.backend.records[world.records.keys(KEYS)[hit]][0] ^= 1
+    world.backend.records[list(world.records.keys(KEYS))[hit]][0] ^= 1
     assert not world.load()
     assert world.loader.find(KEYS) == hit
     assert world.offload(KEYS, PAGES)

@@ -46,7 +46,7 @@ class FaultyStore(FileStore):
         self._disturb()
         return super().find(*args)
 
-    def get(self, *args: Any) -> list[bool]:
+    def get(self, *args: Any) -> list[bool | None]:
         self._disturb()
         return super().get(*args)
 

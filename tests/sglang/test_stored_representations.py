@@ -17,16 +17,14 @@ from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
+from hisparse.cache.serializer import EntrySerializer
 from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth
 from hisparse.sglang.features.storage.pages import FilePages, RecordBuffer
 from hisparse.sglang.features.storage.records import RecordStore
-from hisparse.sglang.features.storage.representations import (
-    RepresentationFormat,
-    representation_namespace,
-)
+from hisparse.sglang.features.storage.representations import representation_namespace
 from hisparse.sglang.features.storage.transfers import PageLoader, PageWriter
 from hisparse.storage import FileStore, Namespace
 from hisparse.testing import Simulator
@@ -51,7 +49,7 @@ class Storing:
         self.sim = sim
         resolved = SimpleNamespace(config=config or HiSparseConfig())
         session = SimpleNamespace(coordinator=sim.coordinator, resolved=resolved)
-        self.form = form = RepresentationFormat(sim.coordinator.rebuilt_entries(), PER_RECORD)
+        self.form = form = EntrySerializer(sim.coordinator.rebuilt_entries(), PER_RECORD)
         self.store, counters = FileStore(path), StorageCounters()
         records = RecordStore(
             storage=FilePages(self.store, RecordBuffer(2, 4, form.record_bytes + 100)),

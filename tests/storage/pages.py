@@ -42,7 +42,7 @@ def read(store: FileStore, keys: Sequence[str], namespace: Namespace = NAMESPACE
     """Which pages the store has; each must have its own bytes, all of them."""
     expected = [contents(key, namespace) for key in keys]
     buffers = [bytearray(len(data)) for data in expected]
-    found = store.get(namespace, keys, buffers)
+    found = [ok is True for ok in store.get(namespace, keys, buffers)]
     for key, data, buffer, ok in zip(keys, expected, buffers, found, strict=True):
         assert not ok or bytes(buffer) == data, f"wrong bytes for {key}"
     return found

@@ -5,7 +5,7 @@ Here: in what they declare, select, and make of other requests; ``faulty_state.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -252,8 +252,9 @@ class MergesWhatWasThere(Right):
     """Host pages are reused and contain data of earlier requests."""
 
     def store(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
+        stored = step.representations
         new = self.summarize(keys, torch.ones(keys.shape[:2], dtype=torch.bool))
         old = stored["summary"][layer_id, host_pages].nan_to_num()
         stored["summary"][layer_id, host_pages] = torch.where(old.abs() > new.abs(), old, new)

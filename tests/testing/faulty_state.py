@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -62,10 +61,10 @@ class WritesALayerAhead(Right):
         return super().representations(policy) | {"more": Representation((), torch.float32)}
 
     def store(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        super().store(keys, layer_id, host_pages, stored)
-        stored["more"][1 - layer_id, host_pages] = 1
+        super().store(keys, layer_id, host_pages, step)
+        step.representations["more"][1 - layer_id, host_pages] = 1
 
 
 @finds("writes")

@@ -121,7 +121,7 @@ def test_what_sglang_exports_becomes_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{}", "line 1 lacks hash_ids, input_length"),
+        ("{}", "line 1: got no hash_ids, input_length"),
         ("[]", "got \\[\\] \\(list\\), expected an object"),
         ('{"format": "other"}', "got format 'other', expected 'hisparse prefix 1'"),
         ('{"timestamp": -1, "input_length": 1, "output_length": 1, "hash_ids": []}', "a time and"),

@@ -148,7 +148,7 @@ class KVFormat(ABC):
         return StoredKV(*tensors)
 
     def split(self, stored: StoredKV) -> tuple[Tensor, ...]:
-        """The tensors of :attr:`parts`."""
+        """The tensors of :attr:`parts`, ``[..., width]`` each, in the dtypes there."""
         return tuple(getattr(stored, part.name) for part in self.parts)
 
     def values_of(self, k: Tensor, v: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class KVFormat(ABC):
         return not algorithm.reads_host_keys
 
     def in_place(self, stored: StoredKV) -> PagedKV:
-        """Stored keys and values in the model's dtype, without a conversion.
+        """Stored keys and values ``[..., D]`` in the model's dtype, without a conversion.
 
         Raises:
             HiSparseError: they are stored otherwise.
@@ -189,7 +189,7 @@ class KVFormat(ABC):
         )
 
     def copied_parts(self, stored: StoredKV) -> tuple[Tensor, ...]:
-        """The tensors of :attr:`parts` if a copy of pages needs no conversion; else none."""
+        """:meth:`split` if a copy of pages needs no conversion; else no tensors."""
         return ()
 
     def page_decoder(self) -> PageDecoder | None:

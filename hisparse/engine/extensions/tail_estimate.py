@@ -97,7 +97,7 @@ class TailEstimate(Extension):
             kv_head = torch.arange(heads, dtype=torch.int32, device=table.device)
             table = table * kv_heads + (kv_head * kv_heads // heads)[:, None]
         out, lse = self.context.adapter.attend(
-            queries, means, table.flatten(0, 1), counts.flatten(), policy.attention
+            queries, means, table.flatten(0, 1), counts.flatten(), policy.attention_rule
         )
         return Attended(out, lse + math.log(policy.kv.page_size))
 

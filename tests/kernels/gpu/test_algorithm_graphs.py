@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.algorithms import ALGORITHMS, DecodeStep, SelectionPolicy
 from hisparse.engine.representations import Representations
-from hisparse.kernels import TailPages
+from hisparse.kernels import DecodeRows, TailPages
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, StoredKV
 
 NAMES = [name for name in ALGORITHMS if not ALGORITHMS.get(name).reads_host_keys]
@@ -83,22 +83,24 @@ def make_step(name: str, device: str) -> DecodeStep:
     lens = torch.tensor([30, 35, 40], dtype=torch.int32, device=device)
     rows = torch.arange(BATCH * policy.heads, device=device)
     tails = torch.ones_like(rows, dtype=torch.int32)
+    table = torch.randperm(BATCH * PAGES + 1, device=device)
     step = DecodeStep(
         policy=policy,
         representations=kept.tensors,
         slots=torch.arange(BATCH, device=device),
-        num_pages=lens,
         tail_lens=torch.ones(BATCH, dtype=torch.int32, device=device),
-        max_pages=40,
-        host_page_table=torch.randperm(BATCH * PAGES + 1, device=device)[1:].int().view(BATCH, -1),
         kv_io=Tails(kv, device),
         seq_lens_cpu=lens.cpu().numpy() * size + 1,
         host_slots=torch.zeros(BATCH, dtype=torch.int64, device=device),
-        rows=rows,
-        capacity=tails,
-        row_tails=tails[None],
-        row_tail_lens=tails,
-        num_real_rows=torch.full((1,), len(rows), dtype=torch.int32, device=device),
+        rows=DecodeRows(
+            rows=rows,
+            capacity=tails,
+            num_real_rows=torch.full((1,), len(rows), dtype=torch.int32, device=device),
+            host_page_table=table[1:].int().view(BATCH, -1),
+            num_pages=lens,
+            tail_pages=tails[None],
+            tail_lens=tails,
+        ),
     )
     shapes = (BATCH, 4, 32), (BATCH, 32), (BATCH, 4)
     step.use_indexer(IndexerInputs(*(torch.randn(x, device=device) for x in shapes)))

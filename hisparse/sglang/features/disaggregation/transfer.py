@@ -79,19 +79,6 @@ def _buffers(parts: Iterable[Tensor], pages: int) -> Buffers:
     return found
 
 
-def copy_pages(form: PageSerializer, slots: Tensor) -> Tensor:
-    """Copies ``[pages, bytes] uint8`` of ``slots [T]``, which begin at the start of a page."""
-    pages = form.host_pages(slots)
-    copies = torch.empty(len(pages), form.record_bytes, dtype=torch.uint8)
-    form.read(pages, copies)
-    return copies
-
-
-def restore_pages(form: PageSerializer, copies: Tensor, slots: Tensor) -> None:
-    """Write the copies of :func:`copy_pages` to the pages at ``slots [T]``."""
-    form.write(form.host_pages(slots), copies)
-
-
 class Transfers:
     """What a KV pool in host memory gives to SGLang's transfers and retractions."""
 
@@ -104,12 +91,21 @@ class Transfers:
             return kv_buffers(self.host, self.page_size)
 
     def get_cpu_copy(self, indices: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Copy the tokens at ``indices [T]`` of a request that a decode server retracts."""
-        return copy_pages(self._serializer(), indices)
+        """Copies of a request that a decode server retracts, ``[pages, bytes] uint8``.
+
+        Args:
+            indices: ``[T]``, its host slots, from the start of a page on.
+        """
+        form = self._serializer()
+        pages = form.host_pages(indices)
+        copies = torch.empty(len(pages), form.record_bytes, dtype=torch.uint8)
+        form.read(pages, copies)
+        return copies
 
     def load_cpu_copy(self, copies: Tensor, indices: Tensor, *_: Any, **__: Any) -> None:
         """Write the copies of :meth:`get_cpu_copy` to ``indices [T]``."""
-        restore_pages(self._serializer(), copies, indices)
+        form = self._serializer()
+        form.write(form.host_pages(indices), copies)
 
     def _serializer(self) -> PageSerializer:
         return PageSerializer(self.host, self.host.kv.page_size, _stored_entries())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Protocol, overload
+from typing import Any, Final
 
 import torch
 import xxhash
@@ -90,109 +90,80 @@ class RecordBuffer:
         return [self.data[row].data_ptr() for row in rows], [self.data.shape[1]] * len(rows)
 
 
-class Keys(Sequence[str]):
-    """Keys "NAMESPACE-PAGE" of pages, each made when it is asked for: prompts have thousands.
+@dataclass(frozen=True)
+class Keys:
+    """Keys of pages: hexadecimal, in a namespace."""
 
-    Args:
-        namespace: of the pages.
-        pages: hexadecimal.
-    """
-
-    def __init__(self, namespace: Namespace, pages: Sequence[str]) -> None:
-        self.namespace, self.pages = namespace, pages
+    namespace: Namespace
+    pages: Sequence[str]
 
     def __len__(self) -> int:
         return len(self.pages)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Keys: ...
-    def __getitem__(self, index: int | slice) -> str | Keys:
-        """A key, or some of them."""
-        if isinstance(index, slice):
-            return Keys(self.namespace, self.pages[index])
-        return f"{self.namespace.key}-{self.pages[index]}"
+    def __getitem__(self, part: slice) -> Keys:
+        """Some of them."""
+        return Keys(self.namespace, self.pages[part])
 
     def __iter__(self) -> Iterator[str]:
+        """Names NAMESPACE-PAGE, each made when it is asked for: prompts have thousands."""
         return map(f"{self.namespace.key}-".__add__, self.pages)
 
 
-class PageStorage(Protocol):
-    """Where records are. Calls take as long as the store takes, and raise what it raises.
+class FilePages:
+    """Records in a :class:`FileStore`, which checks what it reads.
+
+    This class and :class:`BackendPages` have the same methods. Calls take as long as the store
+    takes, and raise what it raises.
+
+    Args:
+        store: the store.
+        buffer: rows of a record, and of its checksum if the store has none.
 
     Attributes:
-        buffer: rows of a record, and of its checksum if the store has none.
+        buffer: as given.
         remover: removes single records; None: the store cannot.
     """
 
-    buffer: RecordBuffer
-    remover: FileStore | None
+    def __init__(self, store: FileStore, buffer: RecordBuffer) -> None:
+        self.buffer = buffer
+        self._store = store
+        self.remover: FileStore | None = store
 
     def find(self, keys: Keys) -> int:
         """Length of the longest prefix of ``keys`` that is stored."""
-
-    def get(self, keys: Keys, rows: Sequence[int]) -> list[bool | None]:
-        """Read records into rows; for each True, False if it is damaged, None if it is absent."""
-
-    def put(self, keys: Keys, rows: Sequence[int]) -> bool:
-        """Store the records in rows; whether all of them are stored then."""
-
-    def close(self) -> None:
-        """Let go of the store."""
-
-
-class FilePages(PageStorage):
-    """Records in a :class:`FileStore`, which checks what it reads."""
-
-    def __init__(self, store: FileStore, buffer: RecordBuffer) -> None:
-        self.buffer = buffer
-        self._store = self.remover = store
-        self._lock, self._damaged = threading.Lock(), 0
-
-    def find(self, keys: Keys) -> int:
         return self._store.find(keys.namespace, keys.pages)
 
     def get(self, keys: Keys, rows: Sequence[int]) -> list[bool | None]:
-        size = keys.namespace.page_bytes
-        buffers = [self.buffer.data[row].numpy().data[:size] for row in rows]
-        found = self._store.get(keys.namespace, keys.pages, buffers)
-        read: list[bool | None] = [ok or None for ok in found]
-        if None in read:
-            # The store drops what is damaged, and tells how many.
-            for _ in range(min(self._take_damaged(), read.count(None))):
-                read[read.index(None)] = False
-        return read
-
-    def _take_damaged(self) -> int:
-        """Records that were dropped since the last call."""
-        with self._lock:
-            before, self._damaged = self._damaged, self._store.counters["damaged"]
-            return self._damaged - before
+        """Read records into rows; for each True, False if it is damaged, None if it is absent."""
+        return self._store.get(keys.namespace, keys.pages, self._rows(keys, rows))
 
     def put(self, keys: Keys, rows: Sequence[int]) -> bool:
-        stored, size = True, keys.namespace.page_bytes
-        for page, row in zip(keys.pages, rows, strict=True):
-            record = self.buffer.data[row].numpy().data[:size]
+        """Store the records in rows; whether all of them are stored then."""
+        stored = True
+        for page, record in zip(keys.pages, self._rows(keys, rows), strict=True):
             # A page that is there already is not written.
             if not self._store.put(keys.namespace, page, record):
                 stored &= self._store.find(keys.namespace, [page]) == 1
         return stored
 
+    def _rows(self, keys: Keys, rows: Sequence[int]) -> list[memoryview]:
+        size = keys.namespace.page_bytes
+        return [self.buffer.data[row].numpy().data[:size] for row in rows]
+
     def close(self) -> None:
-        """Write what was put to the disk, and let go of the files."""
+        """Write what was put to the disk, and let go of the store."""
         self._store.close()
 
 
-class BackendPages(PageStorage):
-    """Records with checksums in one of SGLang's backends.
+class BackendPages:
+    """Records with checksums in one of SGLang's backends; see :class:`FilePages`.
 
     Args:
         backend: SGLang's ``HiCacheStorage``.
         buffer: rows of a record and its checksum.
     """
 
-    remover = None
+    remover: FileStore | None = None
 
     def __init__(self, backend: Any, buffer: RecordBuffer) -> None:
         self.buffer = buffer
@@ -245,7 +216,7 @@ def _overrides(backend: Any, method: str) -> bool:
 
 def open_storage(
     options: StorageOptions, record_bytes: int, rank: int, num_ranks: int
-) -> PageStorage:
+) -> FilePages | BackendPages:
     """Open the store of the options.
 
     Args:

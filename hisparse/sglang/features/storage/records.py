@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor
 
+from hisparse.cache.serializer import EntrySerializer, PageSerializer
 from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth
-from hisparse.sglang.features.storage.pages import Keys, PageStorage
+from hisparse.sglang.features.storage.pages import BackendPages, FilePages, Keys
 from hisparse.storage import Namespace
 
 #: Seconds for which a record counts as absent.
@@ -49,7 +50,7 @@ class LostKeys:
             for key in keys if self._until else ():
                 self._until.pop(key, None)
 
-    def first(self, keys: Sequence[str]) -> int:
+    def first(self, keys: Keys) -> int:
         """Index of the first key that counts as absent; their number if none does."""
         with self._lock:
             self._expire()
@@ -63,24 +64,6 @@ class LostKeys:
             del self._until[key]
 
 
-class RecordFormat(Protocol):
-    """Moves what belongs to host pages to the bytes of records, and back.
-
-    Attributes:
-        pages_per_record: host pages of a record.
-        record_bytes: bytes of a record.
-    """
-
-    pages_per_record: int
-    record_bytes: int
-
-    def read(self, pages: Tensor, out: Tensor) -> None:
-        """Copy host pages ``[n * pages_per_record] int64`` to ``out [n, bytes] uint8``."""
-
-    def write(self, pages: Tensor, data: Tensor) -> None:
-        """Copy records ``data [n, bytes] uint8`` to host pages ``[n * pages_per_record] int64``."""
-
-
 @dataclass(kw_only=True)
 class RecordStore:
     """Records of one kind.
@@ -90,15 +73,15 @@ class RecordStore:
 
     Attributes:
         storage: the store.
-        form: moves them.
+        form: moves them to and from host pages, ``pages_per_record`` each.
         health: time limits.
         counters: counts.
         namespace: of :meth:`keys` from now on; None: not known yet.
         lost: those that the store has and that could not be read.
     """
 
-    storage: PageStorage
-    form: RecordFormat
+    storage: FilePages | BackendPages
+    form: PageSerializer | EntrySerializer
     health: StorageHealth
     counters: StorageCounters
     namespace: Namespace | None = None
