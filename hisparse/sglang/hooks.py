@@ -130,11 +130,11 @@ def _around_enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any
 def around_init_new(
     original: Callable[..., Any], cls: type, batch: Any, model_runner: Any, **kwargs: Any
 ) -> Any:
-    """Keep four facts that only the scheduler's batch has.
+    """Keep in the session what only the scheduler's batch has.
 
-    The facts are the requests, how many of them decode in a mixed batch, their slots on the host,
-    which the backend reads without a device sync, and the request with a prompt that continues
-    after this forward.
+    These are the requests, how many of them decode in a mixed batch, their slots on the host, which
+    the backend reads without a device sync, and the request whose prompt continues after this
+    forward.
     """
     session = current_session()
     forward_batch = original(cls, batch, model_runner, **kwargs)
