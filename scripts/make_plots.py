@@ -111,7 +111,12 @@ def trace_figure(traces: Sequence[dict[str, Any]]) -> Figure:
         ("Read from the host for a step of a request, MiB", "bytes_per_step", 2**-20),
     ):
         lines = {
-            key: [Point(p["buffer"], *[scale * p[name]] * 3) for p in about["curve"]]
+            key: [
+                Point(tokens, *[scale * value] * 3)
+                for tokens, value in zip(
+                    about["buffers"], about["policies"]["lru"][name], strict=True
+                )
+            ]
             for key, about in zip(styles, traces, strict=True)
         }
         sizes = [point.x for points in lines.values() for point in points]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -24,7 +22,6 @@ from hisparse.cli.terminal import (
     ratio,
     without_sglang_warnings,
 )
-from hisparse.kernels.build.isa import ISAS, check_isa, environment
 from hisparse_bench.decode import DecodeBench
 from hisparse_bench.kernels import KernelsBench, KernelsReport
 from hisparse_bench.load.options import LoadOptions, read_recipe
@@ -75,20 +72,6 @@ def add_parser(commands: Any) -> None:
         add_flag(each, "--device", str, "cpu or cuda", "cpu")
         add_flag(each, "--steps", number, "timed steps", 60)
         add_flag(each, "--seed", int, "seed of the inputs", 0)
-    for each in benches.choices.values():
-        text = "instruction set of the CPU kernels and of PyTorch (HISPARSE_CPU_ISA, else native)"
-        add_flag(each, "--isa", str, text, metavar="|".join(sorted(ISAS)))
-        each.set_defaults(run=functools.partial(_run_restricted, each.get_default("run")))
-
-
-def _run_restricted(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    if arguments.isa is not None:
-        check_isa("--isa", arguments.isa)
-        wanted = environment(arguments.isa, os.environ)
-        if wanted != dict(os.environ):
-            # PyTorch and its libraries read their limits when they are loaded: start again.
-            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)
-    return run(arguments)
 
 
 def _run(name: str, bench: type[Any], arguments: argparse.Namespace) -> int:

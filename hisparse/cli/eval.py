@@ -19,6 +19,7 @@ from hisparse.cli.terminal import (
     make_table,
     model,
     names,
+    number,
     numbers,
     print_figures,
     print_paragraph,
@@ -52,11 +53,11 @@ def add_parser(commands: Any) -> None:
     add("--config", str, text, metavar="JSON", **repeated)
     add("--dtype", str, "dtype of the model; auto is its own", "auto", choices=_DTYPES)
     add("--context", numbers, "tokens of a document", [4096])
-    add("--seeds", int, "documents of each text and length", 1)
+    add("--seeds", number, "documents of each text and length", 1)
     text = "read documents from this file instead of the built-in texts; may be repeated"
     add("--text", Path, text, **repeated)
     add("--tasks", names, "only these of the built-in tasks, or tasks of lm-eval instead")
-    add("--limit", int, "documents of each task of lm-eval (all)")
+    add("--limit", number, "documents of each task of lm-eval (all)")
     text = "where records are kept; an interrupted run continues from them"
     add("--out", Path, text, Path("hisparse-eval"), metavar="FOLDER")
     text = "evaluate nothing: print the tables of the output of earlier runs with --json"
@@ -67,8 +68,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.saved:
         return _print_saved(arguments)
     methods = parse_methods(arguments.algorithm, arguments.budget, arguments.config)
-    if arguments.seeds < 1:
-        raise ConfigError(f"--seeds: got {arguments.seeds}, expected at least 1")
     tasks = arguments.tasks or TASKS
     if others := [name for name in tasks if name not in TASKS]:
         if len(others) < len(tasks):
@@ -112,8 +111,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     """Run tasks of lm-eval. Their documents are fetched before the model is loaded."""
-    if arguments.limit is not None and arguments.limit < 1:
-        raise ConfigError(f"--limit: got {arguments.limit}, expected at least 1")
     try:
         from hisparse.eval.lm_eval_run import load_tasks, run_tasks
     except ImportError as error:
@@ -122,7 +119,7 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
             f"others {error.name} is not installed: pip install 'hisparse[lm-eval]'"
         ) from None
     tasks = load_tasks(
-        arguments.tasks, tokenizer=_find(arguments.model), contexts=arguments.context
+        arguments.tasks, tokenizer=resolve(arguments.model), contexts=arguments.context
     )
     net, tokenizer, _ = _load(arguments.model, arguments.dtype)
     scores = run_tasks(
@@ -153,10 +150,7 @@ def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": "eval",
         "line": shlex.join(["hisparse", *sys.argv[1:]]),
-        "date": provenance.now(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
+        **provenance.origin(),
         "model": arguments.model,
         "model_source": MODELS[arguments.model].source if arguments.model in MODELS else None,
         "context": arguments.context,
@@ -182,18 +176,13 @@ def _check_different(flag: str, names: Sequence[object]) -> None:
             raise ConfigError(f"{flag}: got {name} more than once, expected it once")
 
 
-def _find(name: str) -> str:
-    """The folder of a model; the model is fetched if need be."""
-    return resolve(name, progress=lambda line: print(line, file=sys.stderr))
-
-
 def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
     import torch
 
     require("transformers", "hisparse eval", "'hisparse[eval]'")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = _find(name)
+    folder = resolve(name)
     net = load(AutoModelForCausalLM, folder, dtype=dtype).eval()
     if torch.cuda.is_available():
         net = net.cuda()

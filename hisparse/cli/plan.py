@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -18,13 +17,13 @@ from hisparse.cli.terminal import (
     make_table,
     model,
     names,
+    number,
     numbers,
     print_paragraph,
     print_result,
     ratios,
     require,
 )
-from hisparse.config import find_format
 from hisparse.errors import ConfigError
 from hisparse.plan import rows
 from hisparse.plan.estimate import GPUS
@@ -50,22 +49,13 @@ def add_parser(commands: Any) -> None:
     add("--device-memory", str, "memory of one GPU, such as 141GiB (this GPU's)", metavar="SIZE")
     add("--host-memory", str, "free host memory, such as 1TiB (free here)", metavar="SIZE")
     add("--weights", str, "size of the weights (computed from the configuration)", metavar="SIZE")
-    add("--kv-cache-dtype", _kv_dtype, "how K and V are stored (auto)")
-    add("--tp", int, "GPUs that divide a layer, on one node", 1)
-    add("--pp", int, "parts that divide the layers, each --tp", 1)
-    add("--dp", int, "replicas, all on that node", 1)
+    add("--tp", number, "GPUs that divide a layer, on one node", 1)
+    add("--pp", number, "parts that divide the layers, each --tp", 1)
+    add("--dp", number, "replicas, all on that node", 1)
     add("--gpu", str, f"GPU of the time estimate: {', '.join(GPUS)}", "h100")
     add("--batch", numbers, "requests that run at once, in the estimate", [1, 8])
     text = "fractions of the selected pages that are on the device"
     add("--hit-ratio", ratios, text, [0.85, 0.95, 1.0])
-
-
-def _kv_dtype(name: str) -> str:
-    try:
-        find_format(name)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return name
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -76,24 +66,20 @@ def _run(arguments: argparse.Namespace) -> int:
     require("transformers", "hisparse plan", "transformers")
     import transformers
 
-    folder = resolve(arguments.model, progress=lambda line: print(line, file=sys.stderr))
+    folder = resolve(arguments.model)
     # An error in the model's configuration is one line of ours, without warnings before it.
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     from hisparse.model_config import read_model_config
 
-    found, machine = rows.make_rows(arguments, read_model_config(folder), folder)
-    assumptions = rows.assumptions(machine)
-    estimate = {"measured": False, "gpu": arguments.gpu, "assumptions": assumptions}
-    about = {"model": arguments.model} | rows.about(machine) | {"estimate": estimate}
-    first = next(row for row in found if row["hisparse"]["limit"] is not None)
+    plan, machine = rows.make_plan(arguments, read_model_config(folder), folder)
 
     def show(console: Console) -> None:
-        _print(console, found, machine)
-        _print_estimates(console, found, arguments.gpu, assumptions)
-        _print_commands(console, found)
+        _print(console, plan["plans"], machine)
+        _print_estimates(console, plan["plans"], plan["estimate"])
+        _print_commands(console, plan["plans"])
 
-    print_result(arguments, about | first | {"plans": found}, show)
+    print_result(arguments, {"model": arguments.model} | plan, show)
     return 0
 
 
@@ -117,8 +103,8 @@ def _print(console: Console, found: list[dict[str, Any]], machine: Machine) -> N
         count = f"{ours['max_requests']:,}"
         table.add_row(*settings, dense, count, *map(format_bytes, sizes), Text(limit))
     console.print(table)
-    for number, note in enumerate(notes, 1):
-        print_paragraph(console, note, indent=f"[{number}] ")
+    for mark, note in enumerate(notes, 1):
+        print_paragraph(console, note, indent=f"[{mark}] ")
     if notes:
         console.print()
     print_paragraph(console, rows.explain(found, machine))
@@ -126,10 +112,10 @@ def _print(console: Console, found: list[dict[str, Any]], machine: Machine) -> N
 
 
 def _print_estimates(
-    console: Console, found: list[dict[str, Any]], gpu: str, assumptions: Sequence[str]
+    console: Console, found: list[dict[str, Any]], about: Mapping[str, Any]
 ) -> None:
     figures = ("budget", "context", "batch", "hits", "dense", "hisparse")
-    title = f"Estimated, not measured: ms per token, {gpu}"
+    title = f"Estimated, not measured: ms per token, {about['gpu']}"
     table = make_table("algorithm", *figures, right=figures, title=title)
     for row in found:
         for step in row["estimates"]:
@@ -144,7 +130,7 @@ def _print_estimates(
             )
     console.print(table)
     console.print("Assumed:")
-    for line in assumptions:
+    for line in about["assumptions"]:
         print_paragraph(console, line, indent="- ")
 
 

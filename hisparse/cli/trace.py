@@ -135,14 +135,8 @@ def _record(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _origin(action: str) -> dict[str, Any]:
-    return {
-        "command": f"trace {action}",
-        "date": provenance.now(),
-        "machine": provenance.machine(),
-        "versions": provenance.versions(),
-        "commit": provenance.commit(),
-    }
+def _result(action: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"command": f"trace {action}", **provenance.origin(), "traces": traces}
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -154,7 +148,7 @@ def _show(arguments: argparse.Namespace) -> int:
         for file in arguments.files:
             with SelectionTrace(file) as trace:
                 found.append(describe(file, trace) | overlaps(trace))
-    result = _origin("show") | {"traces": found}
+    result = _result("show", found)
     print_result(arguments, result, lambda console: shown(console, found))
     return 0
 
@@ -199,7 +193,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         _refuse(arguments, ("device_buffer_size", "policy"), "prefix traces, which do")
         ttls = arguments.ttl or [None]
         found = [replay_all(x, arguments.capacity, ttls) for x in arguments.files]
-        result = _origin("replay") | {"traces": found}
+        result = _result("replay", found)
         print_result(arguments, result, lambda console: _print_prefixes(console, found))
         return 0
     _refuse(arguments, ("capacity", "ttl"), "traces of selections, which do")
@@ -208,7 +202,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         if policy not in POLICIES:
             raise ConfigError(f"--policy: {unknown_name('policy', policy, POLICIES)}")
     found = [replay_trace(x, policies, arguments.device_buffer_size) for x in arguments.files]
-    result = _origin("replay") | {"traces": found}
+    result = _result("replay", found)
     print_result(arguments, result, lambda console: _print_replay(console, found))
     return 0
 
@@ -245,7 +239,7 @@ def _recommend(arguments: argparse.Namespace) -> int:
                 f"({about['file']}).",
             )
 
-    print_result(arguments, _origin("recommend") | {"traces": found}, show)
+    print_result(arguments, _result("recommend", found), show)
     return 0
 
 

@@ -8,8 +8,14 @@ import subprocess
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = ("hisparse", "sglang", "torch", "transformers", "numpy")
+
+
+def origin() -> dict[str, Any]:
+    """Date, machine, versions and commit, for a result."""
+    return {"date": now(), "machine": machine(), "versions": versions(), "commit": commit()}
 
 
 def now() -> str:

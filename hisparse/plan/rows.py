@@ -37,14 +37,18 @@ _ASSUMPTIONS = (
 _PIPELINE = "Ranks of a pipeline follow each other; what they do for other requests is left out."
 
 
-def make_rows(asked: Namespace, model: Any, folder: str) -> tuple[list[dict[str, Any]], Machine]:
-    """A row for each configuration and context, as in ``--json``, and the machine.
+def make_plan(asked: Namespace, model: Any, folder: str) -> tuple[dict[str, Any], Machine]:
+    """What ``--json`` prints, but for the name of the model, and the machine.
 
     Args:
         asked: the flags of ``hisparse plan``; sizes are texts such as "141GiB", None where they are
             found.
         model: configuration of transformers.
         folder: of the model, for the command to start.
+
+    Returns:
+        The machine's sizes, the fields of the first row with figures, ``plans`` with all rows, and
+        the machine.
 
     Raises:
         ConfigError: a flag is wrong, or every configuration is refused.
@@ -54,17 +58,8 @@ def make_rows(asked: Namespace, model: Any, folder: str) -> tuple[list[dict[str,
         _describe(x, machine, folder) | {"estimates": _estimate(x, machine, asked)}
         for x in capacities
     ]
-    return rows, machine
-
-
-def assumptions(machine: Machine) -> tuple[str, ...]:
-    """What the estimate assumes."""
-    return (*_ASSUMPTIONS, _PIPELINE) if machine.stages else _ASSUMPTIONS
-
-
-def about(machine: Machine) -> dict[str, Any]:
-    """What all rows are for."""
-    return {
+    assumptions = (*_ASSUMPTIONS, _PIPELINE) if machine.stages else _ASSUMPTIONS
+    sizes = {
         "tp": machine.tp,
         "pp": max(1, len(machine.stages)),
         "dp": machine.dp,
@@ -72,7 +67,10 @@ def about(machine: Machine) -> dict[str, Any]:
         "host_memory_bytes": machine.host_bytes,
         "weight_bytes": machine.weight_bytes,
         "mem_fraction_static": machine.mem_fraction,
+        "estimate": {"measured": False, "gpu": asked.gpu, "assumptions": assumptions},
     }
+    first = next(row for row in rows if row["hisparse"]["limit"] is not None)
+    return sizes | first | {"plans": rows}, machine
 
 
 def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
@@ -83,9 +81,6 @@ def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
     Raises:
         ConfigError: an argument is wrong, or every configuration is refused.
     """
-    for flag, number in (("--tp", asked.tp), ("--pp", asked.pp), ("--dp", asked.dp)):
-        if number < 1:
-            raise ConfigError(f"{flag}: got {number}, expected at least 1")
     shape = shape_per_rank(model, 1, asked.tp)
     if asked.pp > shape.num_layers:
         raise ConfigError(
@@ -151,16 +146,7 @@ def _contexts(asked: Sequence[int], model: Any) -> list[int]:
 
 def _configs(asked: Namespace, model: Any, *, has_indexer: bool) -> list[HiSparseConfig]:
     """Every algorithm with every budget, and each ``--config``; without these, the defaults."""
-    # As in the server, the flag and the key are one setting; "auto" leaves the key as it is.
-    flag = asked.kv_cache_dtype
-    stored: dict[str, Any] = {"kv_cache_dtype": flag} if flag not in (None, "auto") else {}
-    for config in map(HiSparseConfig.parse, asked.config):
-        if stored and config.kv_cache_dtype not in ("auto", flag):
-            raise ConfigError(
-                f"kv_cache_dtype is {config.kv_cache_dtype} but --kv-cache-dtype is {flag}; "
-                "expected equal values, or only one of the two"
-            )
-    whole = [HiSparseConfig.parse(text, **stored) for text in asked.config]
+    whole = list(map(HiSparseConfig.parse, asked.config))
     if whole and not (asked.algorithm or asked.budget):
         return whole
     defaults: dict[str, Any] = {}
@@ -173,7 +159,7 @@ def _configs(asked: Namespace, model: Any, *, has_indexer: bool) -> list[HiSpars
     budgets: Sequence[int | None] = asked.budget or [None]
     for pair in product(algorithms, budgets):
         given = {k: v for k, v in zip(("algorithm", "budget"), pair, strict=True) if v is not None}
-        configs.append(HiSparseConfig.from_dict(defaults | given | stored))
+        configs.append(HiSparseConfig.from_dict(defaults | given))
     return configs + whole
 
 

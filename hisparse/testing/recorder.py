@@ -27,7 +27,6 @@ class Call:
     Attributes:
         method: name of the method.
         layer_id: layer number.
-        step: the step.
         tensors: tensors, by name, that the method must not change.
         host_pages: host pages whose representations the method may write.
         slots: request slots whose representations the method may write.
@@ -35,7 +34,6 @@ class Call:
 
     method: str
     layer_id: int
-    step: PrefillStep | DecodeStep
     tensors: dict[str, Tensor]
     host_pages: Tensor
     slots: Tensor
@@ -106,7 +104,7 @@ class Recorder:
         self.constructed.append(step.host_pages.tolist())
         inputs = {"keys": keys, "queries": queries, "step.host_pages": step.host_pages}
         slot = torch.tensor([step.slot])
-        call = Call("construct_representations", layer_id, step, inputs, step.host_pages, slot)
+        call = Call("construct_representations", layer_id, inputs, step.host_pages, slot)
         with self._guarded(call):
             self.algorithm.construct_representations(keys, queries, layer_id, step)
 
@@ -127,14 +125,14 @@ class Recorder:
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
         inputs = {"keys": keys, "host_pages": host_pages} | _step_tensors(step)
-        call = Call("update_representations", layer_id, step, inputs, host_pages, step.slots)
+        call = Call("update_representations", layer_id, inputs, host_pages, step.slots)
         with self._guarded(call):
             self.algorithm.update_representations(keys, layer_id, host_pages, step)
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         inputs = {"queries": queries} | _step_tensors(step)
         nowhere = torch.empty(0, dtype=torch.int64)
-        call = Call("retrieve_topk", layer_id, step, inputs, nowhere, step.slots)
+        call = Call("retrieve_topk", layer_id, inputs, nowhere, step.slots)
         with self._guarded(call):
             selection = self.algorithm.retrieve_topk(queries, layer_id, step)
         _check_shape(call, selection, step)

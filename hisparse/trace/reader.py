@@ -6,7 +6,6 @@ import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -102,12 +101,7 @@ class SelectionTrace:
     def __enter__(self) -> SelectionTrace:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._data.close()
 
     def layer(self, layer_id: int) -> LayerPages:

@@ -182,15 +182,6 @@ def _whole(trace: SelectionTrace) -> int:
     return (int(trace.full_pages.max()) + 1) * trace.header.page_size
 
 
-def _curve_buffers(trace: SelectionTrace) -> list[int]:
-    """Powers of two times the smallest buffer, and the whole context."""
-    tokens, largest, found = least_buffer(trace), _whole(trace), []
-    while tokens < largest:
-        found.append(tokens)
-        tokens *= 2
-    return [*found, largest]
-
-
 def describe(file: Path, trace: SelectionTrace) -> dict[str, Any]:
     """What a trace holds."""
     header, visits = trace.header, trace.visits
@@ -272,13 +263,7 @@ def replay_trace(
     """
     with SelectionTrace(file) as trace:
         buffers = _buffers(given, least_buffer(trace), file)
-        points = _curve_buffers(trace)
-        curve = replay_hits(trace, "lru", points)
         about = describe(file, trace) | overlaps(trace) | {"buffers": buffers, "policies": {}}
-        about["curve"] = [
-            {"buffer": tokens, "hit_ratio": ratio, "bytes_per_step": read}
-            for tokens, ratio, read in zip(points, curve.ratio, curve.bytes_per_step, strict=True)
-        ]
         for policy in policies:
             found = replay_hits(trace, policy, buffers)
             about["policies"][policy] = {

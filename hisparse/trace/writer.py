@@ -93,28 +93,19 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._run, name="hisparse-trace", daemon=True)
         self._thread.start()
 
-    def put(self, step: RecordedStep, *, wait: bool = False) -> bool:
-        """Hand over a step; False if it was dropped, for the writer is behind or has stopped.
-
-        Args:
-            step: the step.
-            wait: wait for a writer that is behind.
-        """
-        while self._stopped is None:
-            with self._lock:
-                count, num_bytes = len(self._waiting), self._waiting_bytes + step.pages.nbytes
-                fits = count < _QUEUED_STEPS and num_bytes <= _QUEUED_BYTES
-                if self._stopped is None and (fits or not count):
-                    self._waiting.append(step)
-                    self._waiting_bytes = num_bytes
-                    self._taken += 1
-                    # The thread also looks once a second.
-                    if 2 * count >= _QUEUED_STEPS or num_bytes >= 4 * _CHUNK_PAGES:
-                        self._wake.set()
-                    return True
-            if not wait:
-                break
-            self.flush()
+    def put(self, step: RecordedStep) -> bool:
+        """Hand over a step; False if it was dropped: the writer is too slow, or has stopped."""
+        with self._lock:
+            count, num_bytes = len(self._waiting), self._waiting_bytes + step.pages.nbytes
+            fits = count < _QUEUED_STEPS and num_bytes <= _QUEUED_BYTES
+            if self._stopped is None and (fits or not count):
+                self._waiting.append(step)
+                self._waiting_bytes = num_bytes
+                self._taken += 1
+                # The thread also looks once a second.
+                if 2 * count >= _QUEUED_STEPS or num_bytes >= 4 * _CHUNK_PAGES:
+                    self._wake.set()
+                return True
         self._refused += 1
         return False
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,9 +12,7 @@ import torch
 from hisparse.algorithms import ALGORITHMS
 from hisparse.cache.streams import Lane, Pending
 from hisparse.cache.swap_in import SwapIn
-from hisparse.cli import main
 from hisparse.kernels import sketch_score
-from hisparse.kernels.build import isa
 from hisparse_bench import kernels, residency
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.options import Options
@@ -105,27 +101,6 @@ def test_the_shape_of_a_model_with_an_indexer_is_given(flag: str, command: Comma
     line = command.refused("bench", "decode", *DSA, flag, "32")
     assert f"{flag}: got 32, expected " in line
     assert "DeepSeek-V3.2" in line
-
-
-def test_a_bench_starts_again_restricted_to_an_instruction_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started: list[tuple[str, list[str], dict[str, str]]] = []
-
-    def execve(*arguments: object) -> None:
-        started.append(arguments)
-        raise KeyboardInterrupt  # It never returns.
-
-    monkeypatch.setattr(isa, "_processor_flags", lambda: isa.ISAS["avx2"].flags)
-    monkeypatch.setattr(os, "execve", execve)
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "hisparse", "bench", "..."])
-    monkeypatch.delenv(isa.VARIABLE, raising=False)
-    assert main(["bench", "decode", "--isa", "avx2"]) == 130
-    ((program, arguments, environment),) = started
-    assert program == sys.executable
-    assert arguments == [sys.executable, "-m", "hisparse", "bench", "..."]
-    assert environment == isa.environment("avx2", os.environ)
-    assert environment[isa.VARIABLE] == "avx2"
 
 
 LIMITS = ["--context", "256", "--budget", "64", "--head-dim", "16", "--steps", "4"]
@@ -284,7 +259,6 @@ def test_a_peer_is_left_out_with_the_reason() -> None:
         ),
         (["step", "--algorithm", "dsa"], "algorithm 'dsa' cannot do page_size 16"),
         (["step", "--algorithm", "dsa", "--page-size", "1"], "'dsa' asks the model's indexer"),
-        (["serve", "--isa", "sse9"], "--isa: got 'sse9', expected an instruction set (choices: n"),
         (["decode", "--dtype", "int4"], "unknown --dtype 'int4'"),
         (["decode", "--budget", "100"], "--budget: got 100, expected a multiple of --page-size 16"),
         (["decode", "--context", "64"], "--budget: got 2048, expected at most the context"),

@@ -92,7 +92,6 @@ def test_warnings_of_sglang_are_hidden_and_others_are_shown() -> None:
         (["eval", "--budget", "0"], "--budget: got '0', expected numbers"),
         (["plan", "--batch", "0"], "hisparse: error: --batch: got '0', expected numbers"),
         (["plan", "--hit-ratio", "2"], "hisparse: error: --hit-ratio: got '2', expected fract"),
-        (["plan", "--kv-cache-dtype", "int4"], "--kv-cache-dtype: unknown kv_cache_dtype 'int4'"),
         (["plan", "--batches", "8"], "unrecognized arguments: --batches"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The instruction set of the CPU kernels: which one is built, and what limits PyTorch to it."""
+"""The instruction set of the CPU kernels: which one is built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from hisparse.errors import ConfigError
 from hisparse.kernels.build import cpu, isa
-from hisparse.kernels.build.isa import ISAS, VARIABLE, chosen_isa, environment
+from hisparse.kernels.build.isa import ISAS, VARIABLE, chosen_isa
 
 
 @pytest.fixture
@@ -70,18 +70,6 @@ def test_kernels_are_built_for_it_under_a_name_of_their_own(
     assert all("-march=native" in command for command in built["native"][0])
     assert all("-march=x86-64-v3" in command for command in built["avx2"][0])
     assert built["native"][1] != built["avx2"][1]
-
-
-def test_the_environment_limits_every_library_and_native_lifts_the_limits() -> None:
-    limited = environment("avx2", {"HOME": "/h", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"})
-    assert limited == {
-        "HOME": "/h",
-        VARIABLE: "avx2",
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    }
-    assert environment("native", limited) == {"HOME": "/h"}
 
 
 def test_the_library_says_what_it_was_compiled_for() -> None:

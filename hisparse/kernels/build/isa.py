@@ -1,7 +1,7 @@
 """Instruction sets that the CPU kernels can be built for.
 
 The environment variable ``HISPARSE_CPU_ISA`` names one: "native" (the default), "avx2" or "avx512".
-So one machine can run the kernels of another; :func:`environment` restricts PyTorch alike.
+So one machine can run the kernels of another.
 """
 
 from __future__ import annotations
@@ -26,27 +26,16 @@ class InstructionSet(NamedTuple):
     Attributes:
         march: the compiler's ``-march``.
         flags: flags in /proc/cpuinfo of a processor that has it.
-        limits: environment variables that limit PyTorch, oneDNN and MKL to it. They count only if
-            they are set before these libraries start.
     """
 
     march: str
     flags: frozenset[str]
-    limits: Mapping[str, str]
-
-
-def _limits(aten: str, onednn: str, mkl: str) -> Mapping[str, str]:
-    return {
-        "ATEN_CPU_CAPABILITY": aten,
-        "ONEDNN_MAX_CPU_ISA": onednn,
-        "MKL_ENABLE_INSTRUCTIONS": mkl,
-    }
 
 
 ISAS: Mapping[str, InstructionSet] = {
-    "native": InstructionSet("native", frozenset(), {}),
-    "avx2": InstructionSet("x86-64-v3", _V3, _limits("avx2", "AVX2", "AVX2")),
-    "avx512": InstructionSet("x86-64-v4", _V4, _limits("avx512", "AVX512_CORE", "AVX512")),
+    "native": InstructionSet("native", frozenset()),
+    "avx2": InstructionSet("x86-64-v3", _V3),
+    "avx512": InstructionSet("x86-64-v4", _V4),
 }
 
 
@@ -72,26 +61,13 @@ def check_isa(source: str, name: str) -> None:
         ConfigError: there is no such instruction set, or this processor lacks it.
     """
     found = _processor_flags()
-    choices = [isa for isa, (_, flags, _) in ISAS.items() if flags <= found]
+    choices = [isa for isa, (_, flags) in ISAS.items() if flags <= found]
     if name in choices:
         return
     expected = "one that this processor has" if name in ISAS else "an instruction set"
     raise ConfigError(
         f"{source}: got {name!r}, expected {expected} (choices: {', '.join(choices)})"
     )
-
-
-def environment(name: str, current: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a process that runs with an instruction set, PyTorch and its libraries too.
-
-    Args:
-        name: a key of ``ISAS``.
-        current: the environment to change.
-    """
-    ours = {VARIABLE} | {variable for isa in ISAS.values() for variable in isa.limits}
-    kept = {variable: value for variable, value in current.items() if variable not in ours}
-    limits = ISAS[name].limits
-    return {**kept, **limits, **({VARIABLE: name} if limits else {})}
 
 
 def _processor_flags() -> frozenset[str]:
