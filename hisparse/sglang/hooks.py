@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hisparse.cache.formats import format_of
-from hisparse.model_config import check_selection
+from hisparse.model_config import check_own_selection
 from hisparse.sglang import features, install
 from hisparse.sglang.features.base import WITH_INDEXER
 from hisparse.sglang.install import is_requested
@@ -39,7 +39,7 @@ def around_model_specific_adjustments(original: Callable[[Any], None], server_ar
     model = model_config_of(server_args)
     # Before SGLang chooses a backend of its own for such a model.
     has_dsa = WITH_INDEXER.found(model)
-    check_selection(name_of(model), model.hf_config, model.hf_text_config, dsa=has_dsa)
+    check_own_selection(name_of(model), model.hf_config, model.hf_text_config, dsa=has_dsa)
     needed = features.for_model(model, name_of(model))
     features.enable(dict.fromkeys([*features.enabled(), *needed]))
     for feature in needed:
