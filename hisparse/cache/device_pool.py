@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.cache.formats import format_of
 from hisparse.kernels import RowState
-from hisparse.types import KVSpec, PagedKV, StoredKV
+from hisparse.types import KVSpec, StoredKV
 
 
 class RowSnapshot(NamedTuple):
@@ -111,12 +111,8 @@ class DevicePool:
         """Bytes of one device page, scales included."""
         return self.kv.page_size * self._stored_heads * self.format.head_bytes
 
-    def layer(self, layer_id: int) -> PagedKV:
-        """Keys and values of one layer as stored, ``[N, Hr, S, D]`` views."""
-        return self.stored(layer_id).kv
-
     def stored(self, layer_id: int) -> StoredKV:
-        """One layer with its scales, if it has any."""
+        """Keys and values of one layer as stored, ``[N, Hr, S, D]`` views, and their scales."""
         return self._layers[layer_id]
 
     def state(self, layer_id: int) -> RowState:

@@ -32,18 +32,6 @@ class Tile(NamedTuple):
     end: int
     host_pages: Tensor
 
-    def is_same(self, other: Tile) -> bool:
-        """Whether both tiles hold the same tokens; valid within one forward."""
-        return self[:4] == other[:4]
-
-
-class _NextTile(NamedTuple):
-    """A tile with a copy that was started before its read."""
-
-    tile: Tile
-    buffer: int
-    copy: Pending[None]
-
 
 class Staging:
     """Buffers of one tile each. With two buffers, the next tile is copied during attention.
@@ -74,7 +62,8 @@ class Staging:
         staged = torch.arange(num_pages, dtype=torch.int32)
         # By the device of a tile's page numbers.
         self._staged = {"cpu": staged, device.type: staged.to(device)}
-        self._next: _NextTile | None = None
+        # A tile whose copy has started before it is read, its buffer, and the copy.
+        self._next: tuple[Tile, int, Pending[None]] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -105,30 +94,33 @@ class Staging:
     def stream(
         self, tiles: Sequence[Tile], next_tile: Tile | None = None
     ) -> Iterator[tuple[Tile, PagedKV]]:
-        """Read tiles one after the other; :meth:`read` describes ``next_tile`` and the results."""
-        for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
-            yield tile, self.read(tile, following)
-
-    def read(self, tile: Tile, next_tile: Tile | None = None) -> PagedKV:
-        """Copy a tile to the device, and start copying the next one.
+        """Copy tiles to the device, each one while the tile before it is attended.
 
         Args:
-            tile: at most ``num_pages`` pages.
-            next_tile: the tile of the next read that passes a next tile itself; None: unknown. Its
-                pages have been written before this call.
+            tiles: of the same forward.
+            next_tile: the first tile that is streamed after these; None: unknown. Its pages have
+                been written before this call.
 
-        Returns:
-            ``[P, Hkv, S, D]`` in the model's dtype, views of a buffer, valid until the next call.
+        Yields:
+            each tile with its K and V, ``[P, Hkv, S, D]`` in the model's dtype, views of a buffer,
+            valid until the next iteration.
         """
+        for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
+            yield tile, self._read(tile, following)
+
+    def _read(self, tile: Tile, next_tile: Tile | None) -> PagedKV:
+        """Copy a tile, unless its copy has started, and start to copy the next one."""
         started, buffer = self._next, 0
-        if started is not None and started.tile.is_same(tile):
-            self._next, buffer, copy = None, started.buffer, started.copy
+        # Within a forward, a position of a request has one host page.
+        if started is not None and started[0][:4] == tile[:4]:
+            _, buffer, copy = started
+            self._next = None
         else:
             if started is not None and next_tile is None:
-                buffer = 1 - started.buffer
+                buffer = 1 - started[1]
             copy = self._start(tile, buffer)
         if next_tile is not None and len(self._buffers) > 1:
-            self._next = _NextTile(next_tile, 1 - buffer, self._start(next_tile, 1 - buffer))
+            self._next = next_tile, 1 - buffer, self._start(next_tile, 1 - buffer)
         copy.join()
         count, decoded = tile.host_pages.numel(), self._decoded
         stored = StoredKV(*(x[:count] for x in self._buffers[buffer].tensors))

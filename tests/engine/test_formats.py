@@ -186,7 +186,7 @@ def test_bytes_of_latents(form: dict[str, Any], token_bytes: int) -> None:
     assert host.num_bytes == sim.host_pages * sim.page_size * host.format.token_bytes
     assert host.num_bytes == sum(host.layer(layer).k.nbytes for layer in range(sim.layers))
     assert device.page_bytes == sim.page_size * token_bytes
-    for kv in (host.layer(1), device.layer(1)):
+    for kv in (host.layer(1), device.stored(1).kv):
         assert kv.v.data_ptr() == kv.k.data_ptr()
     request = sim.request(1, 60, seed=1)
     sim.prefill((request, 50))

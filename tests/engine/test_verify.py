@@ -195,7 +195,7 @@ def assert_same_tokens(
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("seed", range(sized(1, 25)))
+@pytest.mark.parametrize("seed", sized([5], range(25)))
 def test_accepted_drafts_equal_decoding_one_token_at_a_time(
     settings: dict[str, Any], seed: int
 ) -> None:
