@@ -67,7 +67,7 @@ def compile_all(nvcc: str, archs: tuple[str, ...]) -> list[Usage]:
     """Compile each source once for all ``archs``, on all processors.
 
     Raises:
-        SystemExit: nvcc fails; what it says.
+        SystemExit: nvcc fails; with its output.
     """
     includes = [f"-I{SOURCES}", f"-I{SOURCES / 'include'}", *binding_flags()[0]]
     codes = [f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}" for arch in archs]

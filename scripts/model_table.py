@@ -9,7 +9,7 @@ hisparse, in float32 on a CPU, with the same weights:
 - three prompts longer than the budget, on hisparse: every log-probability has to be finite, and so
   have those of the shorter ones.
 
-OUT.json is written after each family. The next run goes on behind the last one, and repeats the
+OUT.json is written after each family. The next run continues after the last one, and repeats the
 families that are named. It exits with 1 if a family differs, or ends in another way than its line
 in ``--known`` (an earlier OUT.json) says.
 """

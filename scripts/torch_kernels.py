@@ -1,4 +1,4 @@
-"""A plug-in of SGLang's: functions that it has in Triton alone, for a CPU.
+"""A plug-in for SGLang: functions for a CPU that SGLang has only in Triton.
 
 Layers beside attention need them: convolutions of LFM2, linear attention of Kimi Linear, gates of
 Qwen3-Next and Qwen2 MoE. The radix cache of hybrids needs copies of states.

@@ -157,7 +157,7 @@ class DecodeWorkload:
         self._begin_token()
 
     def _begin_token(self) -> None:
-        """Draw what is new with a token; the queries of the indexer drift with the model's."""
+        """Draw K, V and indexer inputs of a token; the indexer's queries drift like the model's."""
         self._kv = self.requests.new_token()
         if not self.requests.kv.index_head_dim:
             return

@@ -69,11 +69,11 @@ class _Work:
 
     Attributes:
         name: name of the kernel.
-        dtype: of what it reads.
+        dtype: dtype of its inputs.
         run: runs it on a copy of the inputs: ``(copy, impl) -> result``.
         inputs: tensors that it reads whole, for each copy; all copies are equal.
         multiply_adds: of one run.
-        tolerance: what a result may be off by, of the largest number.
+        tolerance: largest allowed error, relative to the largest number.
     """
 
     name: str

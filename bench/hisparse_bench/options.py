@@ -79,7 +79,7 @@ class ModelShape:
         kv_heads: KV heads.
         head_dim: width of a head.
         v_head_dim: width of the values, which are the first columns of the keys (MLA); None: values
-            are apart from the keys, and as wide.
+            are separate from the keys and as wide.
         index_dim: width of the keys of the model's own indexer; 0: it has none.
         page_size: tokens of a page.
         dtype: dtype of keys and values.

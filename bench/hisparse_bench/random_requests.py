@@ -78,7 +78,7 @@ class RandomRequests:
             reuse_layers=self.reuse_layers,
             overlap=self.overlap,
             selection_scope=self.scope,
-            # A model with an indexer attends what it selects, and nothing else.
+            # A model with an indexer attends only what it selects.
             num_sink_pages=0 if kv.index_head_dim else HiSparseConfig.num_sink_pages,
             num_recent_pages=0 if kv.index_head_dim else HiSparseConfig.num_recent_pages,
         )
@@ -258,7 +258,7 @@ class RandomRequests:
     def contiguous(self, layer: int) -> PagedKV:
         """K and V of the contexts, without decoded tokens, ``[B, Hkv, S, D]`` on the device.
 
-        They lie in the same kind of memory as hisparse's pages do.
+        They are in the same kind of memory as hisparse's pages.
         """
         index = self.table[:, : self.context // self.kv.page_size].cpu().long()
 

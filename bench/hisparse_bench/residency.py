@@ -331,7 +331,7 @@ class _SwapIns(_Rows):
     def candidate(self, impl: str) -> Candidate:
         """``impl``; a step returns each selected token's index into the device pages, and them."""
         state, capacity, real, index = self.state()
-        # Every selected token is a page of its own: no tail page is attended here.
+        # Every selected token is a separate page: no tail page is attended here.
         lengths, tails = torch.full_like(capacity, self.chain.shape[2]), torch.zeros_like(capacity)
         counts = torch.full_like(capacity, self.table.shape[1])
         own = DecodeRows(index, capacity, real, self.table, counts, tails, tails)

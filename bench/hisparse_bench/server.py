@@ -136,7 +136,7 @@ class ServerClient:
         return answers
 
     def info(self) -> dict[str, Any]:
-        """What the server says of itself: its flags and its memory."""
+        """The server's report of its flags and its memory."""
         with urllib.request.urlopen(f"{self.url}/server_info", timeout=30) as reply:
             found: dict[str, Any] = json.load(reply)
         return found
@@ -196,7 +196,7 @@ class RunningServer(ServerClient):
 
     Args:
         url: its address.
-        info: what it says of itself.
+        info: its report, from :meth:`ServerClient.info`.
         config: hisparse's settings; None if hisparse does not serve.
     """
 
@@ -265,7 +265,7 @@ class ServerProcess(ServerClient):
     Args:
         model: folder or hub id.
         log: file for the server's output.
-        flags: SGLang's flags besides model, address and metrics.
+        flags: SGLang's flags, without model, address and metrics.
         forks: forks the server, so that it need not import SGLang; None: a new interpreter.
         path: folders in front of the module path of a forked server.
     """
@@ -346,7 +346,7 @@ class ServerProcess(ServerClient):
 
 
 def _runs(process: psutil.Process) -> bool:
-    """False for one that has ended, also if nobody has waited for it."""
+    """False for a process that has ended, also for a zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

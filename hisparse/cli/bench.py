@@ -141,7 +141,7 @@ def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequenc
                 bench.run()
         finished = True
     finally:
-        # Ctrl-C and signals too: what was measured so far is not lost.
+        # Also after Ctrl-C and signals: finished measurements are kept.
         cases = [case for bench in benches for case in bench.cases]
         if finished or cases:
             report = LoadReport(

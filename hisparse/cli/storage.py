@@ -1,4 +1,4 @@
-"""``hisparse storage``: what a store of pages holds, whether it is whole, and how to shrink it."""
+"""``hisparse storage``: list, check and shrink a store of pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hisparse top``: what a running server does, in a table that is drawn again and again."""
+"""``hisparse top``: a live table of what a running server does."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Reading:
         return sum(values) if values else None
 
     def largest(self, name: str) -> float | None:
-        """The largest of each replica, summed: of what the ranks of a replica count alike."""
+        """The largest value of each replica, summed: its ranks count the same requests."""
         found: dict[str | None, float] = {}
         for labels, value in self.samples.get(name, ()):
             replica = labels.get(_REPLICA)

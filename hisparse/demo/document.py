@@ -18,7 +18,7 @@ class Fact:
     """A sentence to plant in the document, and a question that it answers.
 
     Attributes:
-        sentence: planted as a paragraph of its own.
+        sentence: planted as a separate paragraph.
         question: asked after the document.
         answer: a correct answer contains this, in upper or lower case.
     """

@@ -117,7 +117,7 @@ class Document:
         context: tokens of the context.
         ids: token ids of the context without its last token, which each item begins with, and of
             the following text up to the last start of an item.
-        items: each is read on its own, after the document up to its start.
+        items: each is read separately, after the document up to its start.
     """
 
     name: str
@@ -175,14 +175,14 @@ def make_document(
     for at in range(0, _CONTINUED, _PIECE):
         add(CONTINUE, following[at : at + _PIECE], range(_PIECE), at)
     ids = ids[: length + _CONTINUED - _PIECE]
-    # The digest keeps records of other contents with the same text, length and seed apart.
+    # The digest tells apart documents with equal text, length and seed but other contents.
     digest = zlib.crc32(repr((ids, items)).encode())
     name = f"{name}-{length}-{seed}-{digest:08x}"
     return Document(name=name, context=length, ids=ids[:-1], items=items)
 
 
 def questions_of(text: str, name: str) -> list[Question]:
-    """Questions whose evidence lies in a text or a part of it, in the order of the evidence.
+    """Questions whose evidence is in a text or a part of it, in the order of the evidence.
 
     Those in ``texts/questions.json`` were chosen from 311 candidates with a dense model,
     qwen2.5-coder-0.5b: it answers them correctly, in at most 6 tokens, after 4,096 tokens of the
@@ -345,7 +345,7 @@ def _complete(tokenizer: Any, completion: Sequence[str]) -> tuple[list[int], lis
 
 
 def _passages(sentences: list[list[int]], count: int, rng: random.Random) -> list[list[int]]:
-    """Beginnings of long sentences of the document, to be continued as they stand there."""
+    """Beginnings of long sentences of the document, which the model has to continue verbatim."""
     length = _GIVEN + _COPIED
     long = [p for p in sentences[1:-2] if len(p) > length + 2]
     return [p[:length] for p in rng.sample(long, min(count, len(long)))]

@@ -194,7 +194,7 @@ class Evaluation:
         return scores, page_bytes / policy.kv.page_size
 
     def _context(self, document: Document, config: HiSparseConfig, rows: int) -> Any:
-        """A cache that holds the document up to the first item, from the store as far as it can."""
+        """A cache with the document up to the first item; the store provides the prefix it has."""
         from hisparse.transformers import DB, HiSparseCache
 
         length = len(document.ids)

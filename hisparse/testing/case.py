@@ -139,7 +139,7 @@ class Case:
 
     @cached_property
     def alone(self) -> Run:
-        """A run of the typical request alone, its prompt in one chunk."""
+        """A run of only the typical request, its prompt in one chunk."""
         return self.serve()
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Wraps an algorithm under test and records what the coordinator asks and what it answers."""
+"""Wraps an algorithm under test and records the calls of the coordinator and their results."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def run_checks(
 
 
 def report_class(cls: type[BaseSparseAlgorithm]) -> list[CheckResult]:
-    """Results for a class of which no instance can be made; empty if its declarations are right."""
+    """Results for a class that cannot be instantiated; empty if its declarations are right."""
     faults = tuple(check_declarations.find_class_faults(cls))
     if not faults:
         return []

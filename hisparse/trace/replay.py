@@ -223,7 +223,7 @@ def overlaps(trace: SelectionTrace) -> dict[str, Any]:
 
 
 def recommend(file: Path, hit_ratio: float) -> dict[str, Any]:
-    """The smallest ``device_buffer_size`` with a hit ratio of at most 1, and what a trace holds.
+    """The smallest ``device_buffer_size`` with at least this hit ratio, and what a trace holds.
 
     Raises:
         ConfigError: the file is damaged.

@@ -86,7 +86,7 @@ class LoadBench:
 
     Args:
         options: what to run.
-        status: told what happens.
+        status: shows the progress.
     """
 
     def __init__(self, options: LoadOptions, status: Status) -> None:
@@ -258,7 +258,7 @@ class LoadBench:
             fit = max(0, tokens - prefix) // each
             params["dense_requests"] = None if options.device_bytes else fit
             params["dense_holds"] = holds = min(len(requests), fit)
-            # What the stand-in for dense takes besides KV is not known before it starts.
+            # The memory of the stand-in for dense beside KV is unknown before it starts.
             hold = "hold about" if self._model.stands_in_for_dense else "hold"
             name += (
                 f", {format_bytes(device_bytes)} = {tokens:,} dense tokens, which {hold} {holds} "
@@ -332,7 +332,7 @@ class LoadBench:
             case.params["failures"][name] = "; ".join(errors)
 
     def _warm_up(self, server: ServerClient, context: int) -> None:
-        """One request that is not timed, alike for all servers: sparse decode steps of hisparse."""
+        """One untimed request, the same for all servers; hisparse decodes it sparsely."""
         ids = self._requests(context, 1)[0].ids
         with suppress(*BROKEN):  # It may not fit; a load says more.
             server.generate([ids[: (self._budget or 0) + _WARM_UP]], 8)

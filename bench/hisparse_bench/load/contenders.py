@@ -55,7 +55,7 @@ class ServedModel:
 
         Args:
             options: the run.
-            say: told what happens.
+            say: shows a line of progress.
             dtype: of a running server's KV cache; None for the model's. Servers that are started
                 on a CPU have float32.
 
@@ -291,7 +291,7 @@ class Contender:
         flags += ["--max-running-requests", str(max(options.most_running, 2))]
         flags += self.model.flags
         if options.device == "cpu":
-            # In chunks, torch_native computes what is before each chunk again. SGLang's default of
+            # In chunks, torch_native computes the prefix of each chunk again. SGLang's default of
             # the fraction leaves memory for a large chunk on a GPU, more than a CPU's machine has.
             chunk = -(-self.model.longest_request(options) // _CHUNK) * _CHUNK
             flags += ["--dtype", "float32", "--chunked-prefill-size", str(chunk)]
@@ -322,7 +322,7 @@ class Contender:
         return config
 
     def _resident(self) -> dict[str, Any]:
-        """The whole KV cache of each running request lies on the device."""
+        """Settings that keep the whole KV cache of each running request on the device."""
         return {"device_buffer_size": round_up(self.model.longest_request(self.options)) + 16}
 
     @property

@@ -199,7 +199,7 @@ class Check:
     Args:
         options: the run.
         prompts: of each context (0: of the trace), the prompts that are compared.
-        say: told what happens.
+        say: shows a line of progress.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Check:
             with start(dense.exact_flags(tokens), "dense.log", f"the check, {name}") as server:
                 for context in self._prompts:
                     self._measure_references(server, context)
-            # Sizes of device buffers are no part of this check.
+            # This check does not depend on the sizes of device buffers.
             for name, other in {x.algorithm: x for x in others if x.algorithm != DENSE}.items():
                 flags = other.exact_flags(tokens)
                 with start(flags, "exact.log", f"the check, {name}") as server:
@@ -293,7 +293,7 @@ class Check:
 
 
 def reason(error: Exception) -> str:
-    """One line: of a server that did not start, the line of its log that says why."""
+    """One line; for a server that did not start, the line of its log with the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) < 2:
         return one_line(error)

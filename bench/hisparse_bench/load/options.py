@@ -193,7 +193,7 @@ def _bytes(text: str) -> int | str:
 
 
 _FOLDER = Path(__file__).parent.parent / "recipes"
-#: What a recipe says of itself.
+#: Keys of a recipe with text about it.
 _ABOUT = ("title", "published", "cpu_says", "cpu_does_not_say")
 
 
@@ -202,7 +202,7 @@ class Recipe:
     """What to run.
 
     Attributes:
-        about: title, the published figure, what a CPU can say of it and what not.
+        about: title, the published figure, and what a CPU can and cannot show about it.
         runs: one after the other.
     """
 
