@@ -50,7 +50,7 @@ def text_config(model: Any) -> Any:
     return getattr(model, "config", model).get_text_config(decoder=True)
 
 
-def check_selection(name: str, *configs: Any, dsa: bool = False) -> None:
+def check_own_selection(name: str, *configs: Any, dsa: bool = False) -> None:
     """Refuse a model whose configuration says that it selects by itself what it attends.
 
     Args:
@@ -105,7 +105,7 @@ def read_model_shape(
     for attribute, feature in _UNSUPPORTED.items():
         if getattr(config, attribute, None):
             raise _unsupported(name, f"{feature} ({attribute}={getattr(config, attribute)})")
-    check_selection(name, config)
+    check_own_selection(name, config)
     other = sorted({*(getattr(config, "layer_types", None) or ())} - _LAYER_KINDS)
     if other:
         raise _unsupported(name, f"layers of other kinds ({', '.join(other)})")
@@ -204,7 +204,7 @@ def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
     """
     text = text_config(config)
     if getattr(text, "kv_lora_rank", None):
-        check_selection(text.model_type, text, dsa=True)
+        check_own_selection(text.model_type, text, dsa=True)
         if "linear_attention" in (getattr(text, "layer_types", None) or ()):
             raise ConfigError(
                 f"model: got {text.model_type!r} with layers of linear attention, whose states are "

@@ -1,7 +1,7 @@
 """Folders and files that no other user of the machine can read or change.
 
-What a process loads from such a folder, and what it writes there, nobody else has put or will read:
-compiled kernels, and K and V of prompts.
+They hold compiled kernels and the K and V of prompts. A process must not load what another user has
+put there, and another user must not read what the process writes.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class PrivateFolder:
 
     def entries(self) -> Iterator[os.DirEntry[str]]:
         """What is in the folder; ``path`` of an entry is its name."""
-        # A descriptor of its own: two threads would move on the position of a common one.
+        # Another descriptor: threads that share one would share its position.
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             with os.scandir(fd) as found:

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hisparse.errors import ConfigError
-from hisparse.model_config import check_selection, read_model_shape, shape_per_rank, text_config
+from hisparse.model_config import check_own_selection, read_model_shape, shape_per_rank, text_config
 from scripts.model_families import _SHAPE, FAMILIES
 
 QSA = {
@@ -59,7 +59,7 @@ def name_of(config: Any) -> str:
 def fields_of(*configs: Any, dsa: bool = False) -> str:
     """What the line of the refusal names; "": none."""
     try:
-        check_selection("it", *configs, dsa=dsa)
+        check_own_selection("it", *configs, dsa=dsa)
     except ConfigError as error:
         said = str(error).removeprefix("it was trained to select by itself what it attends (")
         return said.partition("); expected attention over all tokens or a window")[0]

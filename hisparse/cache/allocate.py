@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import CapacityError, one_line
-from hisparse.kernels.transfer.cuda import PIECE_BYTES
+from hisparse.kernels.transfer.op import PIECE_BYTES
 from hisparse.units import format_bytes
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ class LockedMemory(mmap.mmap):
     release: weakref.finalize[Any, Any] | None = None
 
     def __del__(self) -> None:
-        # mmap unmaps before it tells weak references, so a finalizer alone would be late.
+        # A finalizer would be late: mmap unmaps before it calls weak references.
         if self.release is not None:
             self.release()
 
@@ -192,8 +192,8 @@ def page_lock(memory: LockedMemory, tensor: Tensor) -> None:
     Memory of more than ``PIECE_BYTES`` is registered in pieces that end at multiples of it.
 
     PyTorch asks CUDA whether memory is pinned, so ``tensor.is_pinned()`` is true and copies with
-    ``non_blocking=True`` do not wait. PyTorch does not know when such a copy ends: whoever frees
-    the memory waits for the device first, as a release does.
+    ``non_blocking=True`` do not wait. PyTorch does not know when such a copy ends: wait for
+    the device before you free the memory, as a release does.
 
     Args:
         memory: the mapping.

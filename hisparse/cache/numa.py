@@ -48,7 +48,7 @@ def pool_processors(num_bytes: int, system: Path) -> tuple[set[int], str]:
 
     Ranks that share a pool (MLA) all touch it. If their GPUs are on different nodes, the pages are
     divided between these, by which rank touches a page first: each GPU then reads about its part of
-    the pool from its own node. One node would be the better one for its own GPUs alone.
+    the pool from its own node. A single node would be faster only for the GPUs of that node.
 
     Args:
         num_bytes: of the pool.

@@ -49,11 +49,11 @@ class PageSerializer:
 
     def describe(self) -> str:
         """Dtypes and shapes of a record, for the key: another description is another format."""
-        kv, form = self._host.kv, self._host.format
+        kv, kv_format = self._host.kv, self._host.format
         # 0 of a format that stores no values apart.
-        values = sum(part.width for part in form.parts if part.name == "v")
+        values = sum(part.width for part in kv_format.parts if part.name == "v")
         shape = [kv.num_layers, kv.num_kv_heads, kv.head_dim, values]
-        return " ".join([form.name, str(shape), *self._kinds])
+        return " ".join([kv_format.name, str(shape), *self._kinds])
 
     def host_pages(self, slots: Tensor) -> Tensor:
         """Host pages of the host slots ``[records * T]`` of whole records, in order."""
@@ -73,7 +73,7 @@ class PageSerializer:
 
     def write(self, pages: Tensor, data: Tensor) -> None:
         """Copy records ``data [n, bytes] uint8`` to host pages ``[n * pages_per_record] int64``."""
-        slots, kv, form, offset = self._slots(pages), self._host.kv, self._host.format, 0
+        slots, kv, kv_format, offset = self._slots(pages), self._host.kv, self._host.format, 0
 
         def take(dtype: torch.dtype, *shape: int) -> Tensor:
             nonlocal offset
@@ -84,8 +84,8 @@ class PageSerializer:
 
         for layer in range(kv.num_layers):
             tokens = (len(slots), kv.num_kv_heads)
-            parts = [take(part.dtype, *tokens, part.width) for part in form.parts]
-            write_tokens(form.join(parts), self._host.stored(layer), slots)
+            parts = [take(part.dtype, *tokens, part.width) for part in kv_format.parts]
+            write_tokens(kv_format.join(parts), self._host.stored(layer), slots)
             for each in self._entries:
                 entries = take(each.dtype, len(pages), *each.shape[2:])
                 each[layer, pages.to(each.device)] = entries.to(each.device)

@@ -159,7 +159,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         return slots
 
     def page_table(self, slots: Tensor, num_tokens: int) -> Tensor:
-        """``[B, pages] int32`` host pages, copied: the scheduler rewrites its table meanwhile.
+        """``[B, pages] int32`` host pages, a copy: the scheduler rewrites its table.
 
         Args:
             slots: ``[B] int64`` request slots on the device.
@@ -356,7 +356,7 @@ def _reason_to_stop(requests: Sequence[Any]) -> str | None:
 
 
 def _fail_requests(requests: Sequence[Any], message: str) -> None:
-    """End requests with HTTP 500 as SGLang ends aborted ones; nothing of them is kept.
+    """End requests with HTTP 500, as SGLang ends aborted ones, and keep none of their pages.
 
     The radix cache must not get the K, V and representations that the failed forward has left out.
     """

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hisparse.cache.formats import format_of
-from hisparse.model_config import check_selection
+from hisparse.model_config import check_own_selection
 from hisparse.sglang import features, install
 from hisparse.sglang.features.base import WITH_INDEXER
 from hisparse.sglang.install import is_requested
@@ -39,7 +39,7 @@ def around_model_specific_adjustments(original: Callable[[Any], None], server_ar
     model = model_config_of(server_args)
     # Before SGLang chooses a backend of its own for such a model.
     has_dsa = WITH_INDEXER.found(model)
-    check_selection(name_of(model), model.hf_config, model.hf_text_config, dsa=has_dsa)
+    check_own_selection(name_of(model), model.hf_config, model.hf_text_config, dsa=has_dsa)
     needed = features.for_model(model, name_of(model))
     features.enable(dict.fromkeys([*features.enabled(), *needed]))
     for feature in needed:
@@ -130,11 +130,11 @@ def _around_enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any
 def around_init_new(
     original: Callable[..., Any], cls: type, batch: Any, model_runner: Any, **kwargs: Any
 ) -> Any:
-    """Keep four facts that only the scheduler's batch has.
+    """Keep in the session what only the scheduler's batch has.
 
-    The facts are the requests, how many of them decode in a mixed batch, their slots on the host,
-    which the backend reads without a device sync, and the request with a prompt that continues
-    after this forward.
+    These are the requests, how many of them decode in a mixed batch, their slots on the host, which
+    the backend reads without a device sync, and the request whose prompt continues after this
+    forward.
     """
     session = current_session()
     forward_batch = original(cls, batch, model_runner, **kwargs)

@@ -119,7 +119,7 @@ def _check_numbers(ids: Sequence[int], hybrid_layers: Sequence[int] | None) -> N
 
 
 def _window(layer: Any, context_length: int | None) -> int:
-    """Tokens that a query of a layer attends, its own included; 0: all up to its own."""
+    """Tokens that a query of a layer attends, including itself; 0: no window."""
     # SGLang counts the tokens before the query's own. Its backends take -1 for no window.
     window: int = layer.sliding_window_size + 1
     return 0 if context_length is not None and window >= context_length else window

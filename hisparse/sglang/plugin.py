@@ -1,8 +1,8 @@
 """Registers the attention backend, and installs the hooks of a server that uses hisparse.
 
-SGLang loads this module in each process of each server, also of those that do not use hisparse.
-They get the two hooks that see a server's arguments. The other hooks, and all imports that take
-time, wait until the arguments ask for hisparse.
+SGLang loads this module in each process of each server, whether the server uses hisparse or not.
+Without hisparse, two hooks are installed, which see the server's arguments. The other hooks, and
+all imports that take time, wait until the arguments ask for hisparse.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _register() -> None:
 
 
 def hooks_in_use() -> dict[str, Callable[..., Any]]:
-    """The hooks of this process's server: those that each has, and those of its features."""
+    """The hooks of this process's server: those of every server, and those of its features."""
     from hisparse.sglang.hooks import HOOKS
 
     found = ARGUMENT_HOOKS | HOOKS

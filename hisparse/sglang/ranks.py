@@ -1,4 +1,4 @@
-"""Where a process stands among those of its server, and what they agree on."""
+"""The rank of a process in its server, and values that the ranks agree on."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def latent_ranks(num_nodes: int) -> NodeRanks:
 
 
 def layer_share(num_layers: int, num_nodes: int) -> tuple[int, int]:
-    """This rank's layers, and those of all processes of its node: host memory is divided so.
+    """Number of layers of this rank, and of all ranks of its node; they divide host memory.
 
     Args:
         num_layers: layers that attend on this rank.

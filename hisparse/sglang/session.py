@@ -110,7 +110,7 @@ def require_session() -> ServerSession:
 
 @contextmanager
 def errors_logged() -> Iterator[None]:
-    """Log an error of hisparse as one line: SGLang ends the server with a traceback alone."""
+    """Log an error of hisparse as one line: SGLang only prints a traceback and ends the server."""
     try:
         yield
     except HiSparseError as error:

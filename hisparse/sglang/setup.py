@@ -116,7 +116,7 @@ def _chunk_tokens(configurator: Any) -> int:
 def _memory(
     config: HiSparseConfig, configurator: Any, profiled: int, num_layers: int
 ) -> tuple[int, int]:
-    """Bytes of host and of device memory that this rank may use, with so many layers of its own."""
+    """Bytes of host and of device memory that this rank may use; ``num_layers`` is its part."""
     free, replicas = free_host_memory(), num_replicas()
     own, of_node = layer_share(num_layers, configurator.server_args.nnodes)
     wanted = config.host_memory
@@ -125,8 +125,8 @@ def _memory(
         wanted = int(parse_memory("host_memory", wanted)) // replicas
     host = resolve_memory(wanted, free, "host_memory")
     if configurator.device == "cpu":
-        # Without a GPU, host memory stands in for device memory: what the pools leave free, less
-        # a tenth for activations.
+        # Without a GPU, device memory is the host memory that the pools leave free, less a tenth
+        # for activations.
         left = max(0, free - host * replicas)
         profiled = min(profiled, left * 9 // 10 * own // of_node)
     if config.device_memory is not None:
@@ -154,7 +154,7 @@ def build_coordinator(session: ServerSession, model_runner: Any) -> SparseCoordi
     """
     pool, rows = session.pool, model_runner.req_to_token_pool
     found = model_runner.token_to_kv_pool
-    # SGLang keeps the pool of a hybrid in one that has the states of its other layers, too.
+    # The pool of a hybrid is part of one that also has the states of its other layers.
     if getattr(found, "full_kv_pool", found) is not pool:
         raise ConfigError(
             f"SGLang keeps the K and V of {name_of(model_runner.model_config)} in "

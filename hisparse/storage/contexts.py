@@ -2,10 +2,10 @@
 
 A store without this file has the same pages, of no context.
 
-Keys of pages are kept in a tree that grows with the pages that are new. Its nodes are branches:
-runs of keys that follow a key of another branch. A context adds the keys that no context before
-has, at the end of a branch or as a new one, and names the branch and how many pages end there. A
-key names all pages before its own, so each has one place in the tree.
+Keys of pages are kept in a tree, so that a context takes space only for its new pages. A node is a
+branch: a run of keys that follows a key of another branch. A new context appends its unknown keys
+to a branch or makes a new one, and refers to the branch and its number of pages. A key depends on
+all earlier pages, so it occurs once in the tree.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Stored = Callable[[str, Sequence[bytes]], list[bool]]
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """A sequence of tokens that somebody stored.
+    """A sequence of tokens that was stored.
 
     Attributes:
         id: number of the context in its store.

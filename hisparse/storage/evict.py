@@ -80,7 +80,7 @@ class Evictor:
         self._lock, self._not_before = threading.Lock(), 0.0
 
     def run_soon(self, room: int) -> None:
-        """Evict in another thread, unless one is at it or has just ended; see :meth:`run`."""
+        """Evict in another thread, unless one is running or has just ended; see :meth:`run`."""
         with self._lock:
             running = self._thread is not None and self._thread.is_alive()
             if not running and time.monotonic() >= self._not_before:
@@ -107,7 +107,7 @@ class Evictor:
             size_bytes: evict down to this; None: by the marks of the store.
 
         Returns:
-            Bytes given back; 0 if another thread or process is at it.
+            Bytes given back; 0 if another thread or process is evicting.
         """
         high = low = size_bytes
         if size_bytes is None and self._limits.size_bytes is not None:

@@ -1,4 +1,4 @@
-"""Who may share pages: a model's fingerprint, and the namespace of what it computes."""
+"""Which models may share pages: the fingerprint of a model, and the namespace of its pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ORIGIN: Final = {
 _LAYER: Final = re.compile(r"(?:^|\.)(\d+)\.")
 #: Rows of a block; heads and hidden sizes are multiples of it.
 _BLOCK_ROWS: Final = 16
-#: Vectors count in rows of so many elements, since a front end may join several to one.
+#: Elements of a row of a vector: front ends may join several vectors to one.
 _VECTOR_ROW: Final = 16
 #: Elements of a tensor that are copied to the host at a time.
 _CHUNK: Final = 2**24
@@ -36,13 +36,13 @@ _CHUNK: Final = 2**24
 def model_settings(config: Any, overrides: Mapping[str, object] | None = None) -> dict[str, object]:
     """The settings of a model that differ from the defaults, the same in every front end.
 
-    SGLang adds attributes of its own to a configuration. So only those count that the
-    configuration's class knows.
+    SGLang adds attributes to a configuration. So only those that the configuration's class knows
+    count.
 
     Args:
         config: a ``PretrainedConfig`` of transformers.
-        overrides: settings that somebody gave beside the model's files. They count also if only
-            the model's code knows them.
+        overrides: settings given in addition to the model's files. They count even if only the
+            model's code knows them.
     """
     settings: dict[str, object] = config.to_diff_dict()
     known = {*settings}
@@ -79,11 +79,11 @@ def fingerprint(settings: Mapping[str, object], weights: Iterable[tuple[str, obj
     parameters, whatever the blocks' order: matrices are joined between blocks. Rows of zeros at the
     end of a block do not count: SGLang pads vocabularies with them.
 
-    The function reads every element, since an edit may change a few rows of an embedding or one
-    expert alone. It does not see whole blocks of one layer that change places with each other, in
-    one parameter or between parameters of the same dtype and width: so neither experts of a layer
-    that change places, nor a query matrix and an output matrix that do. What is in no layer, such
-    as embeddings, counts as one layer.
+    The function reads every element, since an edit may change only a few rows of an embedding or
+    one expert. It does not notice when whole blocks of one layer change places, within a parameter
+    or between parameters of the same dtype and width: for example, two experts of a layer, or its
+    query matrix and its output matrix. Parameters outside of layers, such as embeddings, count as
+    one layer.
 
     A core does 5 to 14 GB a second of rows of a KiB and more (on an AMD EPYC); weights on a GPU are
     copied to the host first, which takes longer than that.

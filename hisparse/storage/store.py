@@ -46,8 +46,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     least recently used pages leave first.
 
     Args:
-        path: the folder; it is made if absent. Local, as file locks need it, and of this user
-            alone: links in it, and what others own or can write to, are refused.
+        path: the folder, on a local disk because of its file locks; it is made if absent. Only
+            this user may own it and write to it, and links in it are refused.
         size_bytes: limit of the bytes of pages and contexts; None: no limit. Each process may
             exceed it by a page.
         ttl_s: seconds that an unused page stays; None: until its space is needed.

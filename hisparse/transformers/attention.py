@@ -1,4 +1,4 @@
-"""Turns hisparse on and off for a model, whose attention and masks are then those of this file."""
+"""Turns hisparse on and off for a model: registers its attention and its masks."""
 
 from __future__ import annotations
 

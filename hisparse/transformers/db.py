@@ -196,7 +196,7 @@ class DB:
 
 
 def _fingerprint(model: Any) -> str:
-    """The fingerprint of a model whose weights are all there."""
+    """The fingerprint of a model; all its weights must be loaded."""
     found = model_fingerprint(model)
     if not found or any(x.is_meta for x in model.parameters()):
         what = "whose weights are offloaded" if found else "without weights"
@@ -208,7 +208,7 @@ def _fingerprint(model: Any) -> str:
 
 
 def _check_positions(model: Any) -> None:
-    """Require that a token's key depends on its own position alone."""
+    """Require that a token's key depends only on its position."""
     found = rope_types(text_config(model)) & _LENGTH_DEPENDENT
     if found:
         raise ConfigError(

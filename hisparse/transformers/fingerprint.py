@@ -75,7 +75,7 @@ class UnchangedModel:
         model: a transformers model.
 
     Raises:
-        ConfigError: a module has a hook of a forward, whose effect nobody can tell.
+        ConfigError: a module has a forward hook, whose effect is unknown.
     """
 
     def __init__(self, model: Any) -> None:

@@ -107,7 +107,7 @@ REFUSED: list[Refused] = [
     (f"{TRANSFER} {DECODE}", STORE, apart(DECODE, "storage", "no storage")),
     (f"{TRANSFER} {DECODE}", {"algorithm": "snapkv"},
      apart(DECODE, "algorithm snapkv, which needs queries of a prompt's last 32 tokens",
-           "an algorithm that needs K alone: sketch, quest")),
+           "an algorithm that needs only K: sketch, quest")),
     # A store, whose keys do not name all that could change a page: experts move between ranks, a
     # fingerprint of offloaded weights lacks some.
     ("--disable-radix-cache", STORE, "--disable-radix-cache is given, but storage"),

@@ -99,7 +99,7 @@ def test_a_request_gets_shared_pages_and_its_own(
     request = Request(extra_key=key)
     request.kv.kv_committed_len = committed
     share_prompt(server, request)
-    sparse = server.linker.form.host_pages(slots_of(PAGES[2:4]))
+    sparse = server.linker.serializer.host_pages(slots_of(PAGES[2:4]))
     server.exact.write(sparse, torch.zeros(4, dtype=torch.bool))
     before = bits_at(server.pool, slots_of(PAGES[:4]))
     retract(server, request)
@@ -109,7 +109,7 @@ def test_a_request_gets_shared_pages_and_its_own(
     assert server.linker.load("r", transfer(request))
     after = bits_at(server.pool, slots_of(OTHERS))
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    pages = server.linker.form.host_pages(slots_of(OTHERS))
+    pages = server.linker.serializer.host_pages(slots_of(OTHERS))
     assert server.exact.read(pages).tolist() == [True] * 4 + [False] * 4
     assert count(server, "swapped_in_pages", "failed_swaps") == [2, 0]
     assert server.linker.lookup("r", transfer(request)) == [2], "they are loaded once"

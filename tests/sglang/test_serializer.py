@@ -57,17 +57,17 @@ def test_records_move_between_all_layouts(shape: dict[str, Any]) -> None:
     for layout in LAYOUTS:
         source = make_pool(layout, **shape)
         fill(source, seed=0)
-        form = PageSerializer(source, PAGE_TOKENS, {})
-        out = torch.zeros(3, form.record_bytes, dtype=torch.uint8)
-        form.read(form.host_pages(pages), out)
+        serializer = PageSerializer(source, PAGE_TOKENS, {})
+        out = torch.zeros(3, serializer.record_bytes, dtype=torch.uint8)
+        serializer.read(serializer.host_pages(pages), out)
         records.append(out)
         target = make_pool(LAYOUTS[LAYOUTS.index(layout) - 1], **shape)
         other = PageSerializer(target, PAGE_TOKENS, {})
         other.write(other.host_pages(others), out)
         for got, expected in zip(bits_at(target, others), bits_at(source, pages), strict=True):
             assert torch.equal(got, expected)
-        assert other.describe() == form.describe()
-        assert other.record_bytes == form.record_bytes
+        assert other.describe() == serializer.describe()
+        assert other.record_bytes == serializer.record_bytes
     assert torch.equal(records[0], records[1]) and torch.equal(records[0], records[2])
 
 
@@ -80,15 +80,15 @@ def test_entries_of_an_indexer_travel_with_the_page() -> None:
     entries = {"key": keys.view(torch.float8_e4m3fn), "scale": scales}
     empty = {name: torch.zeros_like(x.view(torch.uint8)).view(x.dtype) if x.dim() == 3
              else torch.zeros_like(x) for name, x in entries.items()}  # fmt: skip
-    form, other = PageSerializer(source, 8, entries), PageSerializer(target, 8, empty)
-    pages, others = form.host_pages(slots_of([2])), form.host_pages(slots_of([5]))
-    out = torch.zeros(1, form.record_bytes, dtype=torch.uint8)
-    form.read(pages, out)
+    serializer, other = PageSerializer(source, 8, entries), PageSerializer(target, 8, empty)
+    pages, others = serializer.host_pages(slots_of([2])), serializer.host_pages(slots_of([5]))
+    out = torch.zeros(1, serializer.record_bytes, dtype=torch.uint8)
+    serializer.read(pages, out)
     other.write(others, out)
     assert torch.equal(empty["key"].view(torch.uint8)[:, others], keys[:, pages])
     assert torch.equal(empty["scale"][:, others], scales[:, pages])
     assert not empty["scale"][:, pages].any()
-    assert form.describe() != PageSerializer(source, 8, {}).describe()
+    assert serializer.describe() != PageSerializer(source, 8, {}).describe()
 
 
 def test_records_of_other_shapes_have_other_descriptions() -> None:

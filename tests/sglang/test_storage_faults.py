@@ -48,13 +48,13 @@ class World:
     def __post_init__(self) -> None:
         self.pool = make_pool("page_head")
         fill(self.pool, seed=0)
-        form = PageSerializer(self.pool, 8, {})
-        self.form, row_bytes = form, form.record_bytes + CHECKSUM_BYTES
+        serializer = PageSerializer(self.pool, 8, {})
+        self.serializer, row_bytes = serializer, serializer.record_bytes + CHECKSUM_BYTES
         self.storage = self.open(self.backend, RecordBuffer(4, 2, row_bytes))
         self.exact = ShareablePages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         health = StorageHealth(self.counters, TIMEOUT_S)
         self.records = RecordStore(
-            storage=self.storage, form=form, health=health, counters=self.counters
+            storage=self.storage, serializer=serializer, health=health, counters=self.counters
         )
         self.use("some model")
         self.loader = PageLoader(self.records, 2)
@@ -64,12 +64,12 @@ class World:
         self.records.namespace = self.namespace(model)
 
     def namespace(self, model: str) -> Namespace:
-        sizes: dict[str, Any] = {"page_size": 8, "page_bytes": self.form.record_bytes}
+        sizes: dict[str, Any] = {"page_size": 8, "page_bytes": self.serializer.record_bytes}
         rank: dict[str, Any] = {"rank": 0, "num_ranks": 1}
-        return Namespace(model=model, kv_dtype=self.form.describe(), **sizes, **rank)
+        return Namespace(model=model, kv_dtype=self.serializer.describe(), **sizes, **rank)
 
     def pages(self, server_pages: list[int]) -> torch.Tensor:
-        return self.form.host_pages(slots_of(server_pages))
+        return self.serializer.host_pages(slots_of(server_pages))
 
     def offload(self, keys: list[str], server_pages: list[int]) -> bool:
         self.writer.add(keys, self.pages(server_pages), READY)
@@ -107,7 +107,7 @@ def test_pages_come_back_bit_for_bit(world: World) -> None:
     assert world.loader.find(KEYS) == 6
     assert world.load()
     assert world.same()
-    sizes = (6, 6 * world.form.record_bytes)
+    sizes = (6, 6 * world.serializer.record_bytes)
     assert (world.count("offloaded_pages"), world.count("offloaded_bytes")) == sizes
     assert (world.count("loaded_pages"), world.count("loaded_bytes")) == sizes
 
@@ -249,8 +249,8 @@ def test_after_a_reset_nothing_of_the_pool_is_written(world: World) -> None:
     time.sleep(0.5)
     for key, record in world.backend.records.items():
         index = next(i for i, known in enumerate(KEYS) if key.endswith(known))
-        row = record[None, : world.form.record_bytes]
-        world.form.write(world.pages([13]), row)
+        row = record[None, : world.serializer.record_bytes]
+        world.serializer.write(world.pages([13]), row)
         stored = bits_at(world.pool, slots_of([13]))
         for got, old in zip(stored, before, strict=True):
             assert torch.equal(got, old[8 * index : 8 * index + 8])
@@ -263,14 +263,14 @@ def test_a_put_that_waits_keeps_the_model_of_its_pages(
     """A flush after an update of the weights finds a put behind a slow call."""
     world.exact.set_exact(world.pages(PAGES))
     old = list(world.records.keys(KEYS[:2]))
-    read, copied, go = world.form.read, threading.Event(), threading.Event()
+    read, copied, go = world.serializer.read, threading.Event(), threading.Event()
 
     def read_and_stall(pages: torch.Tensor, out: torch.Tensor) -> None:
         read(pages, out)
         world.writer._calls.submit(lambda: go.wait(60))
         copied.set()
 
-    monkeypatch.setattr(world.form, "read", read_and_stall)
+    monkeypatch.setattr(world.serializer, "read", read_and_stall)
     world.writer.add(KEYS[:2], world.pages(PAGES[:2]), READY)
     assert copied.wait(20)
     if reset:

@@ -88,13 +88,13 @@ def _damage(rng: random.Random, folder: Path) -> None:
 def test_no_wrong_byte_and_a_counter_for_each_fault(world: World, tmp_path: Path) -> None:
     rng, failed, loaded = random.Random(0), 0, 0
     world.exact.set_exact(world.pages(PAGES))
-    wrong = torch.full((len(OTHERS), world.form.record_bytes), 7, dtype=torch.uint8)
+    wrong = torch.full((len(OTHERS), world.serializer.record_bytes), 7, dtype=torch.uint8)
     for _ in range(_ROUNDS):
         if rng.random() < 0.5:
             _damage(rng, tmp_path)
         if rng.random() < 0.7:
             world.offload(KEYS, PAGES)
-        world.form.write(world.pages(OTHERS), wrong)
+        world.serializer.write(world.pages(OTHERS), wrong)
         if world.load():
             assert world.same()
             loaded += 1

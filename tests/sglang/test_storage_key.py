@@ -55,7 +55,7 @@ def session_of(model: Any, **changes: Any) -> Any:
         "model_config": LlamaConfig(),
         "algorithm": Sketch(),
         "resolved": SimpleNamespace(config=HiSparseConfig()),
-        "policy": SimpleNamespace(rules=rules),
+        "policy": SimpleNamespace(layer_rules=rules),
     }
     return SimpleNamespace(model=model, **(known | changes))
 
@@ -76,8 +76,8 @@ def namespace(
         resolved=SimpleNamespace(config=HiSparseConfig(**config)),
         **(changes or {}),
     )
-    form = PageSerializer(make_pool(layout), page_tokens, {})
-    return make_namespace(session, model_fingerprint(session), form, ranks)
+    serializer = PageSerializer(make_pool(layout), page_tokens, {})
+    return make_namespace(session, model_fingerprint(session), serializer, ranks)
 
 
 def test_budget_algorithm_and_layout_are_no_part_of_the_key() -> None:
@@ -141,7 +141,7 @@ def test_attention_as_it_is_applied_counts(rule: AttentionRule) -> None:
     """One front end may read a window of the configuration that another does not."""
     others = [AttentionRule(0.125), AttentionRule(0.125, window=4096)]
     found = {
-        namespace(changes={"policy": SimpleNamespace(rules=(AttentionRule(0.125), x))}).key
+        namespace(changes={"policy": SimpleNamespace(layer_rules=(AttentionRule(0.125), x))}).key
         for x in {*others, rule}
     }
     assert len(found) == len({*others, rule})

@@ -95,7 +95,7 @@ class Server:
             ),
             algorithm=Quest(),
             resolved=SimpleNamespace(config=HiSparseConfig()),
-            policy=SimpleNamespace(rules=()),
+            policy=SimpleNamespace(layer_rules=()),
             backend=SimpleNamespace(metrics=SimpleNamespace(report=lambda now: None)),
             _states={},
         )

@@ -49,14 +49,16 @@ class Storing:
         self.sim = sim
         resolved = SimpleNamespace(config=config or HiSparseConfig())
         session = SimpleNamespace(coordinator=sim.coordinator, resolved=resolved)
-        self.form = form = EntrySerializer(sim.coordinator.rebuilt_entries(), PER_RECORD)
+        self.serializer = serializer = EntrySerializer(
+            sim.coordinator.rebuilt_entries(), PER_RECORD
+        )
         self.store, counters = FileStore(path), StorageCounters()
         records = RecordStore(
-            storage=FilePages(self.store, RecordBuffer(2, 4, form.record_bytes + 100)),
-            form=form,
+            storage=FilePages(self.store, RecordBuffer(2, 4, serializer.record_bytes + 100)),
+            serializer=serializer,
             health=StorageHealth(counters, 20),
             counters=counters,
-            namespace=representation_namespace(PAGES, session, form.record_bytes),
+            namespace=representation_namespace(PAGES, session, serializer.record_bytes),
         )
         num_pages = sim.manager.host.num_pages
         self.exact = ShareablePages(num_pages, 4, 4, lambda lens: lens > 0, torch.device("cpu"))

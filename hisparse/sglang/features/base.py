@@ -79,7 +79,7 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a feature needs on top of what requests need.
+    """Resources that a feature needs beyond those of requests.
 
     Attributes:
         request_slots: request slots beyond those of running requests.
@@ -97,8 +97,9 @@ class Demand:
 class Feature:
     """Base class; a feature is one instance, ``FEATURE`` of a module or package in this folder.
 
-    A server has the features that are on: their hooks are installed, and they are called in the
-    order below. What a feature keeps of a server is an object of its own in the session.
+    A server has the features that are on: their hooks are installed, and their methods are called
+    in the order below. A feature keeps its state of a server in an object that it adds to the
+    session.
     """
 
     #: Of the module.
@@ -107,9 +108,9 @@ class Feature:
     serves: ClassVar[Sequence[Option]] = ()
     #: The kinds of models that it serves.
     kinds: ClassVar[Sequence[ModelKind]] = ()
-    #: What it is not served with, by its option. A pair of features stands at one of the two.
+    #: Options that each of its options excludes. A pair of features is listed with one of them.
     excludes: ClassVar[Mapping[Option, Sequence[Option]]] = {}
-    #: Flags that it reads, and those that would change what it reads.
+    #: Flags that it reads or that would change what it reads, with the values that it supports.
     flags: ClassVar[Sequence[Flag]] = ()
     #: Wrappers of SGLang's functions by dotted name. They take the function, then its arguments.
     hooks: ClassVar[Mapping[str, Callable[..., Any]]] = {}
@@ -138,7 +139,7 @@ class Feature:
 
     @contextmanager
     def adjusting(self, server_args: Any) -> Iterator[None]:
-        """Surrounds SGLang's adjustments of its arguments to a model that needs the feature."""
+        """A context around SGLang's adjustment of its arguments to a model of the feature."""
         yield
 
     def check(self, server_args: Any, config: HiSparseConfig) -> None:
@@ -189,7 +190,7 @@ class Feature:
         return None
 
     def built(self, session: ServerSession, model_runner: Any) -> None:
-        """Called when the engine and the attention backend are built."""
+        """Called after the engine and the attention backend are built."""
 
     def prepare_draft(self, model: Any) -> None:
         """Change SGLang's draft model before it runs."""
@@ -329,7 +330,7 @@ CUDA_GRAPHS: Final = Option(
 OTHER_LAYOUT: Final = Option(given=_other_layout, expected="host_layout: layer_first")
 PROMPT_QUERIES: Final = Option(
     given=_prompt_queries,
-    expected="an algorithm that needs K alone: sketch, quest",
+    expected="an algorithm that needs only K: sketch, quest",
     feature="prompt_queries",
 )
 

@@ -1,6 +1,6 @@
 """Hybrids: models that mix attention with linear attention, convolution or state space layers.
 
-The layers that attend are hisparse's: its pool has these layers alone, numbered from 0. The states
+hisparse serves the layers that attend: its pool has only these layers, numbered from 0. The states
 of the other layers stay in SGLang's own pool on the device.
 """
 

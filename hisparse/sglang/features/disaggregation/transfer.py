@@ -96,16 +96,16 @@ class Transfers:
         Args:
             indices: ``[T]``, its host slots, from the start of a page on.
         """
-        form = self._serializer()
-        pages = form.host_pages(indices)
-        copies = torch.empty(len(pages), form.record_bytes, dtype=torch.uint8)
-        form.read(pages, copies)
+        serializer = self._serializer()
+        pages = serializer.host_pages(indices)
+        copies = torch.empty(len(pages), serializer.record_bytes, dtype=torch.uint8)
+        serializer.read(pages, copies)
         return copies
 
     def load_cpu_copy(self, copies: Tensor, indices: Tensor, *_: Any, **__: Any) -> None:
         """Write the copies of :meth:`get_cpu_copy` to ``indices [T]``."""
-        form = self._serializer()
-        form.write(form.host_pages(indices), copies)
+        serializer = self._serializer()
+        serializer.write(serializer.host_pages(indices), copies)
 
     def _serializer(self) -> PageSerializer:
         return PageSerializer(self.host, self.host.kv.page_size, _stored_entries())

@@ -1,6 +1,6 @@
 """Dense attention of a draft model over SGLang's own pool, in PyTorch.
 
-SGLang has attention backends of draft models for GPUs and for AMX alone.
+SGLang's own attention backends of draft models need a GPU or AMX.
 """
 
 from __future__ import annotations

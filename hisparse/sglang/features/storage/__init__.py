@@ -47,10 +47,10 @@ def around_request(original: Callable[..., None], request: Any, *args: Any, **op
 def _around_select_runners(
     original: Callable[..., list[Any]], updater: Any, selector: str = "all"
 ) -> list[Any]:
-    """Let the storage rest before anything writes to the weights.
+    """Stop using the store before the weights change.
 
-    SGLang selects the models for each update, for the beginning and the end of one in several
-    requests, and for ``/weights_checker``, which can write random weights.
+    SGLang calls the function for each update, at the beginning and the end of an update that takes
+    several requests, and for ``/weights_checker``, which can write random weights.
     """
     state = current_state(StorageState)
     if state is not None:
@@ -64,7 +64,7 @@ def _offloaded(start: Start) -> str:
     return f"--offload-mode {mode}" if offloads else ""
 
 
-#: Weights of which this process has shapes alone, so that its fingerprint does not tell them apart.
+#: This process has only the shapes of offloaded weights, so its fingerprint would ignore them.
 OFFLOADED = Option(given=_offloaded, expected="--offload-mode cpu")
 #: SGLang moves experts between ranks while it serves, and reads missing ones from files.
 EPLB = Option(
@@ -142,7 +142,7 @@ def read_options(extra_config: Any) -> StorageOptions:
 
 
 class Storage(Feature):
-    """SGLang's external linker is switched on, and pages are told apart by what they depend on."""
+    """Switches SGLang's external linker on, and names in keys what K and V depend on."""
 
     name = "storage"
     serves = (STORAGE,)
@@ -167,7 +167,7 @@ class Storage(Feature):
         check_told_apart(resolved_view(server_args), model_config_of(server_args))
 
     def begin(self, session: ServerSession, configurator: Any) -> None:
-        """Keep what the fingerprint of the model is made of."""
+        """Keep the model and its configuration for the fingerprint."""
         config = configurator.model_config.hf_config
         overrides = json.loads(configurator.server_args.json_model_override_args or "{}")
         session.add(

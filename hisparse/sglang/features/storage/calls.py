@@ -1,7 +1,7 @@
 """Calls to a store that may fail, hang or be slow, and what is counted of them.
 
-Calls run in threads with a time limit; a store that failed is left alone for a while, and late
-calls are kept out of the KV pool.
+Calls run in threads with a time limit. After a failure no calls are made for a while, and a call
+that is late cannot touch the KV pool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("hisparse")
 
 T = TypeVar("T")
 
-#: A store has so many bytes a second for a call, on top of ``timeout_s``.
+#: Bytes a second that a store must reach: a call has ``timeout_s`` and the time for its bytes.
 _MIN_RATE: Final = 256 * 2**20
 #: Seconds without calls after a fault; doubled by each further fault up to the second number.
 _PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
@@ -123,7 +123,7 @@ class Workers:
 class Gate:
     """Admits threads to the memory of some host pages until it is closed.
 
-    Whoever closes it knows that no thread reads or writes these pages from then on.
+    Once it is closed, no thread reads or writes these pages.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Gate:
 
     @property
     def closed(self) -> bool:
-        """Whether nobody is admitted any more."""
+        """Whether no thread is admitted any more."""
         return self._closed
 
     @contextmanager
@@ -150,14 +150,14 @@ class Gate:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Admit nobody any more, and wait until those inside have left."""
+        """Admit no more threads, and wait until those inside have left."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: self._inside == 0)
 
 
 class StorageHealth:
-    """Runs calls in threads, and leaves a store alone for a while after it failed or was late.
+    """Runs calls in threads, and makes none for a while after one failed or was late.
 
     Args:
         counters: counts late calls and errors.

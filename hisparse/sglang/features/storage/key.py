@@ -1,4 +1,4 @@
-"""What decides K and V of a server: the model, the namespace of its pages, its adapters."""
+"""Identifies K and V of a server: the model's fingerprint, the namespace, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -158,9 +158,9 @@ def _adapter_weights(adapter: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def rope_differences(model: Any, config: Any) -> list[str]:
-    """The rotary embeddings of a model that are not those transformers makes of its configuration.
+    """Rotary embeddings of a model that differ from those of transformers for its configuration.
 
-    Releases of SGLang differ in which settings of a rotary embedding they read.
+    SGLang does not read every setting of a rotary embedding.
 
     Args:
         model: SGLang's model.

@@ -1,7 +1,6 @@
 """SGLang's external linker: the radix cache's way to a store below host memory.
 
-SGLang's KV locations are host slots, so pages go from the host pool to the store and back, without
-another copy in between.
+SGLang's KV locations are host slots, so pages move directly between the host pool and the store.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         forward_stream: the stream of the forwards.
 
     Attributes:
-        form: bytes of a record.
+        serializer: moves host pages to records and back.
         ranks: the ranks of the server.
-        exact: flags of pages.
+        exact: says which host pages may be shared.
         records: of pages that servers share.
-        own_pages: finds and loads pages that one request alone can load; None: there are none.
+        swap: pages of retracted requests; None: these are computed again.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
         self.exact, self._loaded = coordinator.share_pages()
-        self.form = PageSerializer(pool.host, params.page_size, coordinator.stored_entries())
+        self.serializer = PageSerializer(pool.host, params.page_size, coordinator.stored_entries())
         with errors_logged():
             self._connect(read_options(extra_config), pool.host.num_pages)
         #: Host pages of loads whose forward has not begun, by request.
@@ -89,11 +88,11 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _connect(self, options: StorageOptions, num_pages: int) -> None:
         """Open the store, and make the threads that read and write it."""
-        session, state, form, ranks = self._session, self._state, self.form, self.ranks
-        storage = open_storage(options, form.record_bytes, ranks.rank, ranks.size)
+        session, state, serializer, ranks = self._session, self._state, self.serializer, self.ranks
+        storage = open_storage(options, serializer.record_bytes, ranks.rank, ranks.size)
         self._health = health = StorageHealth(state.counters, options.timeout_s)
         self.records = records = RecordStore(
-            storage=storage, form=form, health=health, counters=state.counters
+            storage=storage, serializer=serializer, health=health, counters=state.counters
         )
         max_waiting = int(num_pages * _MAX_WAITING)
         self._loaders = [PageLoader(records, options.threads)]
@@ -104,8 +103,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         logger.info(
             "hisparse: storage: backend %s, pages of %d tokens and %s, timeout_s %g, staging %s",
             options.backend,
-            form.page_tokens,
-            format_bytes(form.record_bytes),
+            serializer.page_tokens,
+            format_bytes(serializer.record_bytes),
             options.timeout_s,
             format_bytes(storage.buffer.data.nbytes),
         )
@@ -113,22 +112,24 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if (stored := self._representations) is not None:
             self._loaders.append(PageLoader(stored, 1, "their representations are built"))
             self._writers.append(PageWriter(stored, self.exact, max_waiting))
-        self.own_pages = connect_swap(session, self, options)
+        self.swap = connect_swap(session, self, options)
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
-        namespace = make_namespace(self._session, self._state.fingerprint, self.form, self.ranks)
+        namespace = make_namespace(
+            self._session, self._state.fingerprint, self.serializer, self.ranks
+        )
         self.records.namespace = namespace
         if (stored := self._representations) is not None:
-            size = stored.form.record_bytes
+            size = stored.serializer.record_bytes
             stored.namespace = representation_namespace(namespace, self._session, size)
         self._state.rests = False
 
     def rests(self) -> bool:
-        """Whether the store is not used, on any rank.
+        """Whether the ranks do not use the store.
 
-        An update can fail on one rank, and flush the others only. So ranks wake together, when the
-        first request after the flush comes to them.
+        An update can fail on one rank and flush only the others. So all ranks start to use the
+        store together, at the first request after the flush.
         """
         state = self._state
         if state.rests and self.ranks.all_of(state.fingerprint != ""):
@@ -148,15 +149,15 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _find(self, rid: str, names: list[str]) -> int:
         """Length of the longest prefix of the pages ``names`` that this rank can load."""
-        first = self._first_own(rid, names)
+        first = self._first_swapped(rid, names)
         found = self._loaders[0].find(names[:first])
-        if found == first and self.own_pages is not None:
-            found += self.own_pages.find(rid, names[first:])
+        if found == first and self.swap is not None:
+            found += self.swap.find(rid, names[first:])
         return found
 
-    def _first_own(self, rid: str, names: Sequence[str]) -> int:
-        """Place of the first page that the request has of its own; their number if none."""
-        return len(names) if self.own_pages is None else self.own_pages.first(rid, names)
+    def _first_swapped(self, rid: str, names: Sequence[str]) -> int:
+        """Index of the first page that the request has swapped out; their number if none."""
+        return len(names) if self.swap is None else self.swap.first(rid, names)
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
         """Load pages into host slots; False: the request computes them.
@@ -166,10 +167,10 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self.rests():
             return False
         transfer = _kv(transfers)
-        pages = self.form.host_pages(transfer.device_indices)
+        pages = self.serializer.host_pages(transfer.device_indices)
         ready = self.record_offload_ready()
         names = list(transfer.keys)
-        first = self._first_own(rid, names)
+        first = self._first_swapped(rid, names)
         if not self.ranks.all_of(self._load(rid, names, first, pages, ready)):
             return False
         self._add_loaded(names[:first], pages, ready)
@@ -180,27 +181,27 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self, rid: str, names: list[str], first: int, pages: Tensor, ready: Sequence[Any]
     ) -> bool:
         """Load ``first`` pages that all servers share, then those of the request itself."""
-        end = first * self.form.pages_per_record
+        end = first * self.serializer.pages_per_record
         if first:
             if not self._loaders[0].load(names[:first], pages[:end], ready):
                 return False
             self.exact.set_exact(pages[:end])
-        if self.own_pages is None or first == len(names):
+        if self.swap is None or first == len(names):
             return True
-        return self.own_pages.load(rid, names[first:], pages[end:], ready)
+        return self.swap.load(rid, names[first:], pages[end:], ready)
 
     def _add_loaded(self, names: list[str], pages: Tensor, ready: Sequence[Any]) -> None:
         """Load the representations of the pages ``names``; the others are built."""
         unbuilt = pages
         if names and self._representations is not None:
-            end = len(names) * self.form.pages_per_record
+            end = len(names) * self.serializer.pages_per_record
             unbuilt = self._loaders[1].load_found(names, pages[:end], ready)
             unbuilt = torch.cat([unbuilt, pages[end:]])
-        built = self._loaded.add(unbuilt) // self.form.pages_per_record
+        built = self._loaded.add(unbuilt) // self.serializer.pages_per_record
         self.records.counters.add(built_pages=built)
 
     def start_layer_wise_loading(self) -> int:
-        """Nothing is left to load; the index stands for no batch."""
+        """Nothing is left to load; -1 is the index of no batch."""
         self._admitted.clear()
         return -1
 
@@ -220,7 +221,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         transfer = _kv(transfers)
         # New weights may have computed the pages, or the tokens that they follow.
         keys = [] if self.rests() or not self.ranks.writes else list(transfer.keys)
-        pages = self.form.host_pages(transfer.device_indices)
+        pages = self.serializer.host_pages(transfer.device_indices)
         for writer in self._writers:
             writer.add(keys, pages if keys else pages[:0], self.record_offload_ready())
         return True
@@ -239,14 +240,14 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return stored
 
     def reset(self) -> None:
-        """Let go of the KV pool, which is flushed; the store keeps its pages."""
+        """Stop reading and writing the KV pool, which is flushed; the store keeps its pages."""
         for writer in self._writers:
             writer.reset()
         for pages in self._admitted.values():
             self._loaded.drop(pages)
         self._admitted.clear()
-        if self.own_pages is not None:
-            self.own_pages.reset()
+        if self.swap is not None:
+            self.swap.reset()
         self.layer_done_counter.reset()
         # While an update is open, weights may change without a call.
         state = self._state
@@ -261,8 +262,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             writer.close()
         for loader in self._loaders:
             loader.close()
-        if self.own_pages is not None:
-            self.own_pages.close()
+        if self.swap is not None:
+            self.swap.close()
         # Daemon threads: a store that does not close ends with the process.
         closing = Workers(1, "hisparse-close")
         self._health.call(closing, self.records.storage.close)
@@ -270,5 +271,5 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
 
 def _kv(transfers: Sequence[Any]) -> Any:
-    """The transfer of K and V: the only pool here."""
+    """The transfer of K and V, the only pool of this linker."""
     return next(transfer for transfer in transfers if transfer.name == PoolName.KV)

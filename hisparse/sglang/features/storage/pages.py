@@ -17,7 +17,7 @@ from hisparse.errors import HiSparseError, one_line, quoted
 from hisparse.options import StorageOptions
 from hisparse.storage import FileStore, Namespace, size_in_bytes
 
-#: A record of a backend that does not check what it reads ends with xxh3_128 of its key and bytes.
+#: A record of a backend without checks of its own ends with xxh3_128 of its key and bytes.
 CHECKSUM_BYTES: Final = 16
 #: Bytes of a block: what one call reads or writes.
 _BLOCK_BYTES: Final = 8 * 2**20
@@ -208,7 +208,7 @@ class BackendPages:
 
 
 def _overrides(backend: Any, method: str) -> bool:
-    """Whether a backend has a method of its own, in place of ``HiCacheStorage``'s empty one."""
+    """Whether a backend overrides a method that is empty in ``HiCacheStorage``."""
     function = inspect.getattr_static(type(backend), method)
     base = next(x for x in type(backend).__mro__ if x.__name__ == "HiCacheStorage")
     return function is not inspect.getattr_static(base, method)

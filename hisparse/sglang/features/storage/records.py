@@ -73,7 +73,7 @@ class RecordStore:
 
     Attributes:
         storage: the store.
-        form: moves them to and from host pages, ``pages_per_record`` each.
+        serializer: moves them to and from host pages, ``pages_per_record`` each.
         health: time limits.
         counters: counts.
         namespace: of :meth:`keys` from now on; None: not known yet.
@@ -81,7 +81,7 @@ class RecordStore:
     """
 
     storage: FilePages | BackendPages
-    form: PageSerializer | EntrySerializer
+    serializer: PageSerializer | EntrySerializer
     health: StorageHealth
     counters: StorageCounters
     namespace: Namespace | None = None
@@ -98,23 +98,23 @@ class RecordStore:
 
     def blocks(self, keys: Keys, pages: Tensor) -> Iterator[tuple[Keys, Tensor]]:
         """Cut records and their host pages ``[records * pages_per_record]`` into blocks."""
-        rows, per_record = self.storage.buffer.block_rows, self.form.pages_per_record
+        rows, per_record = self.storage.buffer.block_rows, self.serializer.pages_per_record
         for first in range(0, len(keys), rows):
             end = first + rows
             yield keys[first:end], pages[first * per_record : end * per_record]
 
     def copy_from_pool(self, pages: Tensor, block: int) -> None:
         """Copy host pages to the records of a block."""
-        self.form.read(pages, self._data(block, pages))
+        self.serializer.read(pages, self._data(block, pages))
 
     def copy_to_pool(self, block: int, pages: Tensor) -> None:
         """Copy the records of a block to host pages."""
-        self.form.write(pages, self._data(block, pages))
+        self.serializer.write(pages, self._data(block, pages))
 
     def _data(self, block: int, pages: Tensor) -> Tensor:
         buffer = self.storage.buffer
-        rows = buffer.rows(block, len(pages) // self.form.pages_per_record)
-        return buffer.data[rows.start : rows.stop, : self.form.record_bytes]
+        rows = buffer.rows(block, len(pages) // self.serializer.pages_per_record)
+        return buffer.data[rows.start : rows.stop, : self.serializer.record_bytes]
 
     def get(self, keys: Keys, block: int) -> bool:
         """Read records into a block; whether all are whole."""

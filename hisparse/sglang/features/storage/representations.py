@@ -71,12 +71,14 @@ def representation_records(
             foreign[0],
         )
         return None
-    form = EntrySerializer(session.coordinator.rebuilt_entries(), pages.form.pages_per_record)
-    if not 0 < form.record_bytes <= pages.form.record_bytes:
-        why = "larger than K and V" if form.record_bytes else "none that pages alone have"
+    serializer = EntrySerializer(
+        session.coordinator.rebuilt_entries(), pages.serializer.pages_per_record
+    )
+    if not 0 < serializer.record_bytes <= pages.serializer.record_bytes:
+        why = "larger than K and V" if serializer.record_bytes else "none that pages alone have"
         logger.info("hisparse: storage: no representations are stored: there are %s", why)
         return None
     assert pages.namespace is not None, "it is set before"
-    own = representation_namespace(pages.namespace, session, form.record_bytes)
+    own = representation_namespace(pages.namespace, session, serializer.record_bytes)
     # The counters of a server are those of K and V.
-    return pages.within(own, form=form, counters=StorageCounters())
+    return pages.within(own, serializer=serializer, counters=StorageCounters())

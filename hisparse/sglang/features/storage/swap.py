@@ -1,4 +1,4 @@
-"""Retracted requests: their pages go to the store, and come back from there with them."""
+"""Retracted requests: their pages are written to the store, and read back when they resume."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _ABANDONED_S, _CLEANING_S = 86400.0, 3600.0
 
 @dataclass(eq=False)
 class _Swapped:
-    """Pages of a request that is out.
+    """Pages of a request that is swapped out.
 
     Attributes:
-        index: place of each page by the hash of its tokens and of all before them.
-        names: of the records, in order. No other request can have them.
+        index: number of each page by the hash of its tokens and of all earlier ones.
+        names: of the records, in order, unique to the request.
         exact: ``[records, host pages of a record] bool``, the flags of the host pages.
     """
 
@@ -108,9 +108,9 @@ class RequestSwap:
         return True
 
     def first(self, rid: str, hashes: Sequence[str]) -> int:
-        """Place of the first page among ``hashes`` that the request has swapped; else their number.
+        """Index of the first page among ``hashes`` that the request has swapped; else their number.
 
-        All pages from there on are looked up and loaded here.
+        The pages from there on are looked up and loaded here.
         """
         if (swapped := self._out.get(rid)) is None:
             return len(hashes)
@@ -171,7 +171,7 @@ class RequestSwap:
     def _write(self, names: Sequence[str], pages: Tensor) -> bool:
         """Copy pages out of the KV pool, and write them; whether all are stored, and in time."""
         records, keys = self._records, self._records.keys(names)
-        limit_s = self._health.limit_s(len(keys) * records.form.record_bytes)
+        limit_s = self._health.limit_s(len(keys) * records.serializer.record_bytes)
         end, calls = time.monotonic() + limit_s, list[Future[bool]]()
         for part, part_pages in records.blocks(keys, pages):
             # Loads need blocks too, also while the store hangs.
@@ -185,7 +185,7 @@ class RequestSwap:
         return all(self._health.result(call, end, limit_s) is True for call in calls)
 
     def _end(self, rid: str, swapped: _Swapped) -> None:
-        """Remove the pages of a request that is gone, unless they have left or changed hands."""
+        """Remove the pages of a request that has ended, unless they were loaded or replaced."""
         # Any thread may collect the garbage.
         if self._out.get(rid) is swapped:
             self.drop(rid)
@@ -239,7 +239,7 @@ class _SwapOut:
         starts_over = request.skip_radix_cache_insert or request.input_embeds is not None
         if linker.rests() or starts_over:
             return
-        kv, size = request.kv, linker.form.page_tokens
+        kv, size = request.kv, linker.serializer.page_tokens
         tokens = request.origin_input_ids + request.output_ids
         # The last token's K and V may be in the works, and its query is needed anyway.
         first = kv.cache_protected_len // size
@@ -247,7 +247,7 @@ class _SwapOut:
         if (end - first) * size < max(1, self.min_tokens):
             return
         table = self.session.req_to_token_pool.req_to_token
-        pages = linker.form.host_pages(table[kv.req_pool_idx, first * size : end * size])
+        pages = linker.serializer.host_pages(table[kv.req_pool_idx, first * size : end * size])
         hashes, ready = _hashes(request, tokens, size), linker.record_offload_ready()
         kept = self.swap.swap_out(request, hashes[first:end], pages, ready)
         # Until all ranks have read them, none goes on and writes to the pages of a common pool.
@@ -256,7 +256,7 @@ class _SwapOut:
 
 
 def _hashes(request: Any, tokens: Any, page_tokens: int) -> list[str]:
-    """SGLang's hash of each whole page of tokens: of its own, and of all before them."""
+    """SGLang's hash of each whole page: of its tokens and all earlier ones."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 

@@ -25,8 +25,8 @@ logger = logging.getLogger("hisparse")
 class PageLoader:
     """Reads pages for requests that wait to be admitted: all of a request's, or none.
 
-    A load ends before its request is admitted. So whatever a store does, a request either has all
-    of its pages, checked, or computes its prompt, and no other request learns of it.
+    A load ends before its request is admitted. So a request either has all of its pages, checked,
+    or computes its prompt, and other requests are not affected.
 
     Args:
         records: of the pages.
@@ -65,7 +65,7 @@ class PageLoader:
             counters.add(failed_loads=1)
             return False
         began, gate, keys = time.monotonic(), Gate(), records.keys(names)
-        num_bytes = len(keys) * records.form.record_bytes
+        num_bytes = len(keys) * records.serializer.record_bytes
         limit_s = health.limit_s(num_bytes)
         calls = [
             self._workers.submit(partial(self._load_block, *block, ready, gate))
@@ -85,13 +85,13 @@ class PageLoader:
         return True
 
     def load_found(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> Tensor:
-        """Load what is there; the arguments are those of :meth:`load`.
+        """Load the records that are stored; the arguments are those of :meth:`load`.
 
         Returns:
             The host pages ``[n] int64`` of the other records.
         """
         found = self.find(names)
-        num_pages = found * self._records.form.pages_per_record
+        num_pages = found * self._records.serializer.pages_per_record
         loaded = found and self.load(names[:found], pages[:num_pages], ready)
         return pages[num_pages:] if loaded else pages
 
@@ -246,7 +246,7 @@ class PageWriter:
             return False
         known = min(known, records.lost.first(keys))
         records.counters.add(known_pages=known)
-        per_record = records.form.pages_per_record
+        per_record = records.serializer.pages_per_record
         pages = job.pages[known * per_record : num_exact * per_record]
         return all(self._store_block(job, *block) for block in records.blocks(keys[known:], pages))
 
@@ -273,7 +273,7 @@ class PageWriter:
                 return False
             return records.put(keys, block)
 
-        num_bytes = len(keys) * records.form.record_bytes
+        num_bytes = len(keys) * records.serializer.record_bytes
         if not records.health.call(self._calls, put, num_bytes):
             return False
         records.lost.drop(keys)
