@@ -20,8 +20,9 @@ NumberRows rows_of(const TensorView& t) {
 
 TailParams tail_of(Arguments& in, int64_t requests) {
   TailParams p{};
-  const std::optional<TensorView> keys = in.optional(), scales = in.optional();
-  const std::optional<TensorView> pages = in.optional();
+  const std::optional<TensorView> keys = in.optional();
+  in.skip(1);  // values
+  const std::optional<TensorView> scales = in.optional(), pages = in.optional();
   p.lens = in.data_or_null<const int32_t>("tail.lens");
   if (!keys || requests == 0) return p;
   p.keys = rows_of(*keys);

@@ -222,7 +222,7 @@ class KernelsBench(ModelShape):
             dtype="uint8",
             run=lambda copy, impl: sketch_score(
                 query, sketches[copy][0], table, count, layout, impl=impl
-            ),
+            )[0],
             inputs=sketches,
             multiply_adds=self.q_heads * pages * (self.head_dim + layout.num_channels * size),
             tolerance=0.03,  # It rounds queries and scales to 8 bits.

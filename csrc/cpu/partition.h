@@ -24,7 +24,7 @@ constexpr Slot kNoSlot = std::numeric_limits<Slot>::max();
 template <typename Slot>
 void map_pages(const int32_t* selection, int32_t width, const int32_t* pages, int32_t num_slots,
                int32_t num_pages, Slot* slot_of) {
-  // Clears the selected entries alone, or, if they are many, the whole table at once.
+  // Clears only the selected entries, or, if they are many, the whole table at once.
   if (num_pages / 16 < width) {
     std::fill_n(slot_of, num_pages + 2, kNoSlot<Slot>);
   } else {

@@ -127,7 +127,7 @@ int32_t mark_forced(const bool* forced, int32_t count, float* scores) {
   return marked;
 }
 
-// How many pages besides the forced ones the rule asks for, at most `most`.
+// How many pages the rule asks for in addition to the forced ones, at most `most`.
 int32_t asked_for(const SelectParams& p, const float* scores, int32_t count, int32_t most) {
   if (!p.varies()) return most;
   thread_local std::vector<float> ranked;

@@ -9,8 +9,7 @@ from hisparse.adapters.base import (
     merge_attended,
 )
 from hisparse.adapters.choose import ChosenAdapter, choose_adapter
-from hisparse.adapters.torch import TorchAdapter
-from hisparse.adapters.triton import TritonAdapter
+from hisparse.adapters.torch import TorchAdapter, TritonAdapter
 
 __all__ = [
     "ADAPTERS",

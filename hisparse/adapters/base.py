@@ -1,7 +1,5 @@
 """The interface of adapters: attention over pages in decode, over contiguous tokens in prefill."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
@@ -82,6 +80,15 @@ class TableLimits(NamedTuple):
     num_heads: int
     page_size: int
     window: int = 0
+
+
+class DeviceLimits(NamedTuple):
+    """Properties of one GPU."""
+
+    name: str  # such as "NVIDIA L40S (sm_89)"
+    # Shared memory that one block may take: 163 KiB on sm_80, 227 KiB on sm_90 and sm_100, 99 KiB
+    # on sm_86, sm_89 and sm_120.
+    shared_bytes: int
 
 
 class BackendAdapter(ABC):
@@ -221,19 +228,6 @@ class BackendAdapter(ABC):
 ADAPTERS: Registry[BackendAdapter] = Registry(
     "adapter", package="hisparse.adapters", entry_point_group="hisparse.adapters"
 )
-
-
-class DeviceLimits(NamedTuple):
-    """Properties of one GPU.
-
-    Attributes:
-        name: such as "NVIDIA L40S (sm_89)".
-        shared_bytes: shared memory that one block may take: 163 KiB on sm_80, 227 KiB on sm_90 and
-            sm_100, 99 KiB on sm_86, sm_89 and sm_120.
-    """
-
-    name: str
-    shared_bytes: int
 
 
 def device_limits(device_type: str) -> DeviceLimits | None:

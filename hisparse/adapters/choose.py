@@ -1,7 +1,5 @@
 """Chooses the adapter for a device, a model and a selection scope."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -101,7 +99,7 @@ def _mismatch(
         if getattr(rule, name) and not getattr(cls, name)
     ]
     checks.append(("device", device_type, cls.device_types))
-    # An adapter of latents alone sees none: they are decoded before.
+    # An adapter that serves only latents gets no scales: latents are decoded first.
     if scaled is not None and "GQA" in cls.attention:
         checks.append(("kv_cache_dtype", scaled, None if cls.scaled else ("auto",)))
     if scope is not None:

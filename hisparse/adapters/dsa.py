@@ -8,8 +8,6 @@ for bf16 it needs sm_100 and rejects rows without tokens.
 Written against sglang-kernel 0.4.10 and sgl-flash-mla 1.0.0; not yet run on a GPU.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended
 from hisparse.adapters.libraries import compute_capability_major, import_function, to_attended
-from hisparse.adapters.triton import TritonAdapter
+from hisparse.adapters.torch import TritonAdapter
 from hisparse.types import AttentionRule, Pages, SelectionScope
 
 logger = logging.getLogger(__name__)
@@ -35,22 +33,15 @@ _QUERY_BLOCKS = {9: (64, 128), 10: (128,)}
 
 @dataclass(frozen=True, kw_only=True)
 class FlashMLACall:
-    """Arguments of ``flash_mla_sparse_fwd``, by its names.
+    """Arguments of ``flash_mla_sparse_fwd``, by its names."""
 
-    Attributes:
-        q: ``[R, Hb, 576] bfloat16``; query heads, padded with zeros to Hb, 64 or 128.
-        kv: ``[N * S, 1, 576] bfloat16``, a view of the pages.
-        indices: ``[R, 1, W] int32``, ``page * S + offset`` of each token in the order of the page
-            table, padded with -1; W is a multiple of 128.
-        sm_scale: softmax scale.
-        d_v: 512.
-    """
-
-    q: Tensor
-    kv: Tensor
+    q: Tensor  # ``[R, Hb, 576] bfloat16``; query heads, padded with zeros to Hb, 64 or 128
+    kv: Tensor  # ``[N * S, 1, 576] bfloat16``, a view of the pages
+    # ``[R, 1, W] int32``, ``page * S + offset`` of each token in the order of the page table,
+    # padded with -1; W is a multiple of 128
     indices: Tensor
-    sm_scale: float
-    d_v: int
+    sm_scale: float  # softmax scale
+    d_v: int  # 512
 
 
 def make_flash_mla_call(

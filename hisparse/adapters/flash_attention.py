@@ -4,55 +4,39 @@ https://arxiv.org/abs/2407.08608. Version 2 (the package ``flash_attn``) is not 
 pages of a multiple of 256 tokens. Written against sglang-kernel 0.4.10; not yet run on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended
 from hisparse.adapters.libraries import (
+    LibraryAdapter,
     compute_capability_major,
-    import_function,
-    prefill_in_window,
     to_attended,
     token_major,
 )
-from hisparse.adapters.torch import TorchAdapter
-from hisparse.errors import ConfigError
-from hisparse.types import AttentionRule, KVSpec, Pages, SelectionScope
+from hisparse.types import AttentionRule, KVSpec, Pages
 
-_MODULES = ("sgl_kernel.flash_attn", "flash_attn_interface")
 #: Major compute capabilities that FlashAttention 3 is built for.
 _CAPABILITIES = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlashAttentionCall:
-    """Arguments of ``flash_attn_with_kvcache``, by its names.
+    """Arguments of ``flash_attn_with_kvcache``, by its names."""
 
-    Attributes:
-        q: ``[R, 1, Q, Dk]``, or ``[R, 1, Q, Dk - Dv]`` with ``qv``; in the pages' dtype.
-        qv: ``[R, 1, Q, Dv]`` for MLA: version 3 multiplies ``qv`` by the values, and adds the
-            products to the logits. None for MHA and GQA.
-        k_cache: ``[N, S, Hr, Dk]``, or ``[N, S, 1, Dk - Dv]`` with ``qv``; a view of the pages.
-        v_cache: ``[N, S, Hr, Dv]``, a view of the pages.
-        page_table: ``[R, P] int32``; entries beyond ``cache_seqlens`` are not read.
-        cache_seqlens: ``[R] int32``, tokens; may be 0.
-        softmax_scale: softmax scale.
-        softcap: cap on logits; 0: none.
-        window_size: tokens before and after its own position that a query attends; -1: all.
-    """
-
-    q: Tensor
+    q: Tensor  # ``[R, 1, Q, Dk]``, or ``[R, 1, Q, Dk - Dv]`` with ``qv``; in the pages' dtype
+    # ``[R, 1, Q, Dv]`` for MLA: version 3 multiplies ``qv`` by the values, and adds the products to
+    # the logits. None for MHA and GQA.
     qv: Tensor | None
+    # ``[N, S, Hr, Dk]``, or ``[N, S, 1, Dk - Dv]`` with ``qv``; a view of the pages
     k_cache: Tensor
-    v_cache: Tensor
-    page_table: Tensor
-    cache_seqlens: Tensor
-    softmax_scale: float
-    softcap: float
+    v_cache: Tensor  # ``[N, S, Hr, Dv]``, a view of the pages
+    page_table: Tensor  # ``[R, P] int32``; entries beyond ``cache_seqlens`` are not read
+    cache_seqlens: Tensor  # ``[R] int32``, tokens; may be 0
+    softmax_scale: float  # softmax scale
+    softcap: float  # cap on logits; 0: none
+    # tokens before and after its own position that a query attends; -1: all
     window_size: tuple[int, int]
 
 
@@ -82,27 +66,19 @@ def make_flash_attention_call(
 
 
 @ADAPTERS.register("flash_attention")
-class FlashAttentionAdapter(TorchAdapter):
+class FlashAttentionAdapter(LibraryAdapter):
     """Decodes and prefills with FlashAttention 3, which returns a natural lse."""
 
-    scaled = False
-    scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
-    device_types = ("cuda",)
-    dtypes = (torch.bfloat16, torch.float16)
-
-    def __init__(self) -> None:
-        found = import_function("flash_attn_with_kvcache", *_MODULES)
-        if isinstance(found, str):
-            raise ConfigError(f"adapter 'flash_attention': {found}")
-        self._attend = found
+    name = "flash_attention"
+    functions = ("flash_attn_with_kvcache",)
+    modules = ("sgl_kernel.flash_attn", "flash_attn_interface")
 
     @classmethod
     def missing(cls) -> str | None:
-        found = import_function("flash_attn_with_kvcache", *_MODULES)
-        if isinstance(found, str):
-            return found
-        major = compute_capability_major()
-        return None if major in _CAPABILITIES else f"compute capability is {major}.x, not 8.x, 9.x"
+        reason, major = super().missing(), compute_capability_major()
+        if reason is None and major not in _CAPABILITIES:
+            return f"compute capability is {major}.x, not 8.x, 9.x"
+        return reason
 
     @classmethod
     def widths_refused(cls, kv: KVSpec) -> str | None:
@@ -116,33 +92,20 @@ class FlashAttentionAdapter(TorchAdapter):
         self, q: Tensor, kv: Pages, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         call = make_flash_attention_call(q, kv, page_table, seq_lens, rule)
-        out, lse, *_ = self._attend(**vars(call), return_softmax_lse=True)
+        out, lse, *_ = self._functions[0](**vars(call), return_softmax_lse=True)
         return to_attended(out[:, 0], lse[..., 0], seq_lens)
 
-    def attend_prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rule: AttentionRule,
-        *,
-        causal: bool,
-        first_key: int = 0,
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, causal: bool, left: int
     ) -> Attended:
-        if k.shape[-1] != v.shape[-1]:
-            return super().attend_prefill(q, k, v, rule, causal=causal, first_key=first_key)
-
-        def attend(queries: Tensor, left: int) -> Attended:
-            # As many tokens after a query's own as there are queries hide none.
-            right = 0 if causal else len(queries)
-            options = {
-                "softmax_scale": rule.scale,
-                "causal": causal,
-                "softcap": rule.logit_cap,
-                "window_size": (left, right) if rule.window else (-1, -1),
-                "return_softmax_lse": True,
-            }
-            out, lse, *_ = self._attend(queries[None], k[None], v[None], **options)
-            return Attended(out[0], lse[0].transpose(0, 1))
-
-        return prefill_in_window(attend, q.to(k.dtype), k, v, rule, first_key)
+        # As many tokens after a query's own as there are queries hide none.
+        right = 0 if causal else len(q)
+        options = {
+            "softmax_scale": rule.scale,
+            "causal": causal,
+            "softcap": rule.logit_cap,
+            "window_size": (left, right) if rule.window else (-1, -1),
+            "return_softmax_lse": True,
+        }
+        out, lse, *_ = self._functions[0](q[None], k[None], v[None], **options)
+        return Attended(out[0], lse[0].transpose(0, 1))

@@ -10,8 +10,6 @@ cost is that one thread block handles a whole row and KV head.
 Written against flashinfer-python 0.7.2; not yet run on a GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +19,9 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, TableLimits
-from hisparse.adapters.libraries import import_function, prefill_in_window, to_attended, token_major
-from hisparse.adapters.torch import TorchAdapter
-from hisparse.errors import ConfigError
-from hisparse.types import AttentionRule, KVSpec, Pages, SelectionScope
+from hisparse.adapters.libraries import LibraryAdapter, to_attended, token_major
+from hisparse.types import AttentionRule, KVSpec, Pages
 
-_WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
-_PREFILL = "single_prefill_with_kv_cache"
 _WIDTHS = (64, 128, 256)
 #: Device memory that FlashInfer allocates once for prefill, bytes.
 _PREFILL_BYTES = 32 << 20
@@ -42,22 +36,15 @@ _SPLIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FlashInferCall:
-    """Inputs of one call of FlashInfer's ``run``, by FlashInfer's names.
+    """Inputs of one call of FlashInfer's ``run``, by FlashInfer's names."""
 
-    Attributes:
-        q: ``[R, Q, D]``, in the pages' dtype.
-        k, v: ``[N, S, Hr, D]``, layout "NHD"; views of the pages.
-        indptr: ``[R + 1] int32``, offset of each row's pages in ``indices``.
-        indices: ``[R * P] int32``, pages of all rows in order, padded with zeros.
-        last_page_len: ``[R] int32``, tokens in each row's last page, 1 to S.
-    """
-
-    q: Tensor
+    q: Tensor  # ``[R, Q, D]``, in the pages' dtype
+    # ``[N, S, Hr, D]``, layout "NHD"; views of the pages
     k: Tensor
     v: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
+    indptr: Tensor  # ``[R + 1] int32``, offset of each row's pages in ``indices``
+    indices: Tensor  # ``[R * P] int32``, pages of all rows in order, padded with zeros
+    last_page_len: Tensor  # ``[R] int32``, tokens in each row's last page, 1 to S
 
 
 def make_flashinfer_call(
@@ -178,30 +165,21 @@ class FlashInferWrapper:
 
 
 @ADAPTERS.register("flashinfer")
-class FlashInferAdapter(TorchAdapter):
+class FlashInferAdapter(LibraryAdapter):
     """Decodes and prefills with FlashInfer; converts its lse from base 2 to a natural lse.
 
     The adapter keeps one wrapper for each rule, each shape of pages and heads, each number of rows
     rounded up to a power of two, and each table width rounded up to a power of two from 512 on.
     """
 
-    scaled = False
-    scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
+    name = "flashinfer"
+    functions = ("BatchDecodeWithPagedKVCacheWrapper", "single_prefill_with_kv_cache")
+    modules = ("flashinfer",)
     attention = ("GQA",)
-    device_types = ("cuda",)
-    dtypes = (torch.bfloat16, torch.float16)
 
     def __init__(self) -> None:
-        make, prefill = (import_function(name, "flashinfer") for name in (_WRAPPER, _PREFILL))
-        if isinstance(make, str) or isinstance(prefill, str):
-            raise ConfigError(f"adapter 'flashinfer': {make}")
-        self._make, self._prefill = make, prefill
+        super().__init__()
         self._wrappers: dict[tuple[object, ...], FlashInferWrapper] = {}
-
-    @classmethod
-    def missing(cls) -> str | None:
-        found = import_function(_WRAPPER, "flashinfer")
-        return found if isinstance(found, str) else None
 
     @classmethod
     def widths_refused(cls, kv: KVSpec) -> str | None:
@@ -229,30 +207,17 @@ class FlashInferAdapter(TorchAdapter):
         rows, width = _round_up(page_table.shape[0]), _list_width(page_table.shape[1])
         key = (rows, width, q.shape[1:], call.k.shape[1:], call.k.dtype, rule)
         if key not in self._wrappers:
-            self._wrappers[key] = FlashInferWrapper(self._make, rows, rows * width, call, rule)
+            self._wrappers[key] = FlashInferWrapper(
+                self._functions[0], rows, rows * width, call, rule
+            )
         return to_attended(*self._wrappers[key].run(call), seq_lens, base_2=True)
 
-    def attend_prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rule: AttentionRule,
-        *,
-        causal: bool,
-        first_key: int = 0,
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, causal: bool, left: int
     ) -> Attended:
-        if k.shape[-1] != v.shape[-1]:
-            return super().attend_prefill(q, k, v, rule, causal=causal, first_key=first_key)
-
-        def attend(queries: Tensor, left: int) -> Attended:
-            options = rule_options(rule, left)
-            out, lse = self._prefill(
-                queries, k, v, causal=causal, **options, backend="fa2", return_lse=True
-            )
-            return Attended(out, lse * math.log(2))
-
-        return prefill_in_window(attend, q.to(k.dtype), k, v, rule, first_key)
+        options = {**rule_options(rule, left), "backend": "fa2", "return_lse": True}
+        out, lse = self._functions[1](q, k, v, causal=causal, **options)
+        return Attended(out, lse * math.log(2))
 
 
 def _round_up(number: int) -> int:

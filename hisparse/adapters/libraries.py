@@ -1,17 +1,18 @@
-"""Helpers for adapters to attention libraries: import, layout and results."""
-
-from __future__ import annotations
+"""What adapters to attention libraries share: import, prefill, layout and results."""
 
 import functools
 import importlib
 import math
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hisparse.adapters.base import Attended
+from hisparse.adapters.torch import TorchAdapter
+from hisparse.errors import ConfigError
 from hisparse.types import AttentionRule
 
 
@@ -42,35 +43,70 @@ def to_attended(out: Tensor, lse: Tensor, seq_lens: Tensor, *, base_2: bool = Fa
     return Attended(out, lse.masked_fill(empty, -math.inf))
 
 
-def prefill_in_window(
-    attend: Callable[[Tensor, int], Attended],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rule: AttentionRule,
-    first_key: int,
-) -> Attended:
-    """:meth:`BackendAdapter.attend_prefill` with a window, by a library that aligns sequence ends.
+class LibraryAdapter(TorchAdapter):
+    """Attends with functions of a library for GPUs, in 16 bits.
 
-    Such a library takes the last key as the last query's own, and hides keys that are more than
-    ``left`` before a query's own. It gets only the queries that attend any key.
-
-    Args:
-        attend: the library: queries ``[n, Hq, D]`` and ``left``, -1 without a window, to results.
-        q, k, v, rule, first_key: as for ``attend_prefill``.
+    Raises:
+        ConfigError: the library cannot be used; why.
     """
-    if not rule.window:
-        return attend(q, -1)
-    # The window of a later query begins after the last key.
-    count = min(max(first_key + len(k) + rule.window - 1, 0), len(q))
-    left = len(k) - count + rule.window - 1 + first_key
-    if count == len(q) > 0:
-        return attend(q, left)
-    out = q.new_zeros(*q.shape[:2], v.shape[-1])
-    lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
-    if count:
-        out[:count], lse[:count] = attend(q[:count], left)
-    return Attended(out, lse)
+
+    scaled = False
+    device_types = ("cuda",)
+    dtypes = (torch.bfloat16, torch.float16)
+    #: What the adapter is registered as, for messages.
+    name: ClassVar[str]
+    #: The library's functions, and the modules that may have them, in order.
+    functions: ClassVar[tuple[str, ...]]
+    modules: ClassVar[tuple[str, ...]]
+
+    def __init__(self) -> None:
+        reason = self.missing()
+        if reason is not None:
+            raise ConfigError(f"adapter {self.name!r} cannot be used here: {reason}")
+        self._functions: list[Any] = [import_function(x, *self.modules) for x in self.functions]
+
+    @classmethod
+    def missing(cls) -> str | None:
+        found = [import_function(name, *cls.modules) for name in cls.functions]
+        return next((reason for reason in found if isinstance(reason, str)), None)
+
+    @abstractmethod
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, causal: bool, left: int
+    ) -> Attended:
+        """:meth:`attend_prefill` by the library, which aligns the ends of queries and keys.
+
+        Args:
+            q, k, v, rule, causal: as there; all in the keys' dtype, keys as wide as values.
+            left: tokens before its own position that a query attends; -1: all.
+        """
+
+    def attend_prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule,
+        *,
+        causal: bool,
+        first_key: int = 0,
+    ) -> Attended:
+        if k.shape[-1] != v.shape[-1]:
+            return super().attend_prefill(q, k, v, rule, causal=causal, first_key=first_key)
+        q = q.to(k.dtype)
+        if not rule.window:
+            return self.prefill(q, k, v, rule, causal, -1)
+        # The library gets the queries that attend any key: a later one's window begins after the
+        # last key, which is the last query's own to the library.
+        count = min(max(first_key + len(k) + rule.window - 1, 0), len(q))
+        left = len(k) - count + rule.window - 1 + first_key
+        if count == len(q) > 0:
+            return self.prefill(q, k, v, rule, causal, left)
+        out = q.new_zeros(*q.shape[:2], v.shape[-1])
+        lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
+        if count:
+            out[:count], lse[:count] = self.prefill(q[:count], k, v, rule, causal, left)
+        return Attended(out, lse)
 
 
 @functools.cache

@@ -1,7 +1,6 @@
-"""The adapter that needs only PyTorch. It uses compiled kernels if they are available."""
+"""The adapters of the project's own kernels: ``torch`` by what is available, ``triton``."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -9,13 +8,13 @@ from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter, DeviceLimits
 from hisparse.kernels import chunk_attention, paged_attention
-from hisparse.types import AttentionRule, KVSpec, Pages, SelectionScope
+from hisparse.types import AttentionRule, KVSpec, PagedKV, Pages, SelectionScope
 from hisparse.units import format_bytes
 
 
 @ADAPTERS.register("torch")
 class TorchAdapter(BackendAdapter):
-    """Prefills and decodes with the project's kernels."""
+    """Prefills and decodes with the project's kernels, or PyTorch where there are none."""
 
     scaled = True
     logit_cap = True
@@ -52,6 +51,40 @@ class TorchAdapter(BackendAdapter):
         first_key: int = 0,
     ) -> Attended:
         return Attended(*chunk_attention(q, k, v, causal=causal, rule=rule, first_key=first_key))
+
+
+@ADAPTERS.register("triton")
+class TritonAdapter(TorchAdapter):
+    """Decodes with the Triton version of :func:`hisparse.kernels.paged_attention`.
+
+    The kernel takes queries, page tables, strides and lengths unchanged, entries of -1 included.
+    All calls on a device have to run on one stream. ``torch`` may use the kernel on a GPU as well.
+    """
+
+    device_types = ("cuda",)
+    impl = "triton"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None if find_spec("triton") else "Triton is not installed"
+
+    def attend_chosen(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, chosen: Tensor
+    ) -> Attended:
+        # Each query is a row of a step, and each key a page of one token.
+        table, lengths = _packed(chosen, k.shape[0])
+        kv = PagedKV(k[:, :, None], v[:, :, None])
+        return self.attend(q, kv, table, lengths, replace(rule, window=0))
+
+
+def _packed(chosen: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """``[T, K] int32``, key indices without the padding between them, and how many, ``[T]``."""
+    there = (chosen >= 0) & (chosen < num_keys)
+    count = chosen.shape[1]
+    # In place: of a long prompt these are the largest tensors beside the outputs.
+    place = there.cumsum(-1).sub_(1).masked_fill_(~there, count)
+    table = chosen.new_full((len(chosen), count + 1), -1).scatter_(1, place, chosen)
+    return table[:, :count], there.sum(-1, dtype=torch.int32)
 
 
 def attention_shared_bytes(kv: KVSpec) -> int:

@@ -116,10 +116,8 @@ class Sketch(BaseSparseAlgorithm):
         policy = step.policy
         layout = self.layout(policy.kv, policy.device)
         # Heads that share a selection compare their pages with the tail page, always attended.
-        if policy.heads == policy.kv.num_q_heads:
-            alone = sketch_score(query, sketches, table, num_pages, layout, scale=policy.scale)
-            return alone, None
-        tail = step.tail_pages(layer_id)
+        alone = policy.heads == policy.kv.num_q_heads
+        tail = None if alone else step.tail_pages(layer_id)
         return sketch_score(
             query, sketches, table, num_pages, layout, scale=policy.scale, tail=tail
         )

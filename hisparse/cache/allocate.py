@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import CapacityError, one_line
-from hisparse.kernels.transfer.cuda import PIECE_BYTES
+from hisparse.kernels.transfer.op import PIECE_BYTES
 from hisparse.units import format_bytes
 
 T = TypeVar("T")

@@ -1,6 +1,11 @@
 # ruff: noqa: F403
 """The operations on pages. Each family has a folder, whose ``op.py`` says what it offers here.
 
+Every operation takes ``impl``: "auto", which is the fastest implementation that can run on the
+tensors' devices, or the name of one (``IMPLEMENTATIONS`` in ``operation.py``). Before a launch it
+raises ``KernelError`` if a tensor has another shape, dtype or device than its docstring says, or if
+that implementation cannot run there. A docstring names only what else is refused.
+
 ``drop_pages``, ``page_outline`` and ``cap_logits`` have no implementations to choose from: they are
 PyTorch's operations.
 """

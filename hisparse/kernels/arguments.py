@@ -14,7 +14,7 @@ from hisparse.errors import KernelError
 #: What keys, values and queries may be.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Sizes by name, a tuple for a starred name; and whatever else an operation's check is told.
+#: Sizes by name, a tuple for a starred name; and the other values that an operation's check gets.
 Sizes = dict[str, object]
 
 _TERM = re.compile(r"(?:(\d+)\*)?(\w+)(?:\+(\d+))?")
@@ -97,8 +97,8 @@ class Arg:
             operation says; empty: anywhere.
         optional: whether it may be None.
         written: whether the operation writes to it.
-        layout: what a native kernel needs: dense "rows", "all" dense, or "any". A copy takes the
-            place of what is not so, unless the operation writes to it.
+        layout: what a native kernel needs: dense "rows", "all" dense, or "any". Other tensors are
+            copied, unless the operation writes to them.
     """
 
     def __init__(
@@ -152,17 +152,11 @@ class Arg:
 
 
 class Result(NamedTuple):
-    """A tensor that a native kernel writes its result to; it is allocated for each call.
-
-    Attributes:
-        name: of the tensor.
-        dtype: the dtype, or the name of a tensor that has the same.
-        shape: sizes, see :class:`Shape`.
-    """
+    """A tensor that a native kernel writes its result to; it is allocated for each call."""
 
     name: str
-    dtype: torch.dtype | str
-    shape: str
+    dtype: torch.dtype | str  # the dtype, or the name of a tensor that has the same
+    shape: str  # sizes, see :class:`Shape`
 
 
 def check_all(
@@ -201,9 +195,9 @@ def verify_indices(name: str, index: Tensor, low: int, size: int) -> None:
     """
     if index.numel() == 0:
         return
-    least, most = int(index.min()), int(index.max())
-    if least < low or most >= size:
-        got = least if least < low else most
+    smallest, largest = int(index.min()), int(index.max())
+    if smallest < low or largest >= size:
+        got = smallest if smallest < low else largest
         raise KernelError(f"{name}: got {got}, expected {low} to {size - 1}")
 
 

@@ -1,11 +1,11 @@
 """An operation: one declaration gives its check, the choice of who runs it, and the native call.
 
 A folder of this package holds a family of operations. ``op.py`` declares them and has the public
-functions; the implementations lie beside it, each a function of the operation's name:
-``reference.py`` in plain PyTorch, ``cpu.py`` by C++, ``cuda.py`` by CUDA C++ and ``triton.py``.
-Only the reference has to be there. An implementation takes the declared tensors in their order
-(groups of them as named tuples), and then the numbers. Where a native kernel takes the same, the
-declaration says so, and no function is written for it.
+functions. Implementations are functions of the operation's name in modules beside it:
+``reference.py`` in plain PyTorch, which each operation has, ``triton.py`` and ``cuda.py``. Kernels
+in C++ and CUDA C++ need no module: the declaration names the function that surrounds their call,
+if there is any. An implementation takes the declared tensors in their order, groups of them as
+named tuples, and then the numbers.
 """
 
 from __future__ import annotations
@@ -33,20 +33,13 @@ _MAX_PASSED = 4096
 Implementation = Callable[..., Any]
 #: Takes the call of a native kernel, and the arguments of an implementation; returns the results.
 _Adapter = Callable[..., Any]
-_SizeOf = Callable[[Sequence[Any], Sequence[int]], int]
-_Maker = Callable[[Sequence[Any], Sequence[int]], Tensor]
 
 
 class Place(NamedTuple):
-    """Where the tensors of a call lie.
+    """Where the tensors of a call lie."""
 
-    Attributes:
-        devices: such as "cpu" or "cpu, cuda:0", for messages.
-        kind: "cpu"; "cuda", where some may be in host memory; or "other".
-    """
-
-    devices: str
-    kind: str
+    devices: str  # such as "cpu" or "cpu, cuda:0", for messages
+    kind: str  # "cpu"; "cuda", where some may be in host memory; or "other"
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> Place:
@@ -68,8 +61,8 @@ class Operation:
         arguments: the tensors that it takes.
         results: the tensors that a native kernel returns.
         values: names of what the check gets in addition to tensors.
-        cpu: stands in for a function in ``cpu.py``: takes :meth:`on_cpu` and the arguments of an
-            implementation, and calls the one with the others. True if they are the same.
+        cpu: the implementation by C++: takes :meth:`on_cpu` and then the arguments of an
+            implementation. True if it only passes these on.
         cuda: the same for CUDA C++.
         sizes: names of sizes of results that no tensor has.
         on: the tensor on whose device the others are; the first one if None.
@@ -94,7 +87,7 @@ class Operation:
         self.arguments = arguments
         layouts = ((i, x.layout) for i, x in enumerate(self.arguments))
         self._layouts = [(i, layout) for i, layout in layouts if layout != "any"]
-        self._make_results = _makers(arguments, results, sizes)
+        self._results = _allocations(arguments, results, sizes)
         self._num_sizes = len(sizes)
         self._values = values
         self._adapters = {"cpu": cpu, "cuda": cuda}
@@ -103,7 +96,7 @@ class Operation:
         self._folder = declared_in.rpartition(".")[0]
         #: By implementation, those that were looked for; None: there is none.
         self.functions: dict[str, Implementation | None] = {}
-        #: Calls that passed the check, by what it looked at.
+        #: Where the tensors of checked calls lie, by dtypes, shapes, devices and values.
         self._passed: dict[Hashable, Place] = {}
         OPERATIONS[name] = self
 
@@ -141,10 +134,8 @@ class Operation:
     def implementation(self, impl: str, place: Place) -> Implementation:
         """The function that runs on tensors at ``place``; see :meth:`__call__`."""
         if impl == "auto":
-            if place.kind == "cpu":
-                return self.function("reference" if cpu_library() is None else "cpu")
-            reason = _why_not(place, "cuda", build_cuda.cuda_library)
-            return self.function("reference" if reason else "cuda")
+            native = "cpu" if place.kind == "cpu" else "cuda"
+            return self.function("reference" if _why_not(self, native, place) else native)
         if impl not in IMPLEMENTATIONS:
             raise KernelError(unknown_name("implementation", impl, ("auto", *IMPLEMENTATIONS)))
         return IMPLEMENTATIONS[impl](self, place)
@@ -160,14 +151,14 @@ class Operation:
 
         "cuda" is followed by Triton, everything by the reference.
         """
-        found = None if impl == "triton" else self.own(impl)
+        found = None if impl == "triton" else self.lookup(impl)
         if found is None and impl in ("cuda", "triton") and why_no_triton() is None:
-            found = self.own("triton")
-        found = found or self.own("reference")
+            found = self.lookup("triton")
+        found = found or self.lookup("reference")
         assert found is not None, f"{self.name} has no reference"
         return found
 
-    def own(self, impl: str) -> Implementation | None:
+    def lookup(self, impl: str) -> Implementation | None:
         """The function of the operation as ``impl``; None: there is none."""
         if impl not in self.functions:
             name = f"{self._folder}.{impl}"
@@ -188,7 +179,8 @@ class Operation:
         """Call the C++ kernel of this name, with new results after the tensors.
 
         Args:
-            arguments: the tensors as declared, the kernel's numbers, and the ``sizes``.
+            arguments: the tensors as declared, the kernel's numbers, and the ``sizes``; any of them
+                may be together in a tuple.
 
         Returns:
             the result; several, or none, as a tuple.
@@ -203,12 +195,16 @@ class Operation:
         return self._run(call_cuda, arguments)
 
     def _run(self, call: Callable[..., object], arguments: Sequence[Any]) -> Any:
-        count, end = len(self.arguments), len(arguments) - self._num_sizes
+        flat: list[Any] = []
+        for value in arguments:
+            flat.extend(value if isinstance(value, tuple) else (value,))
+        arguments = flat
+        count, end = len(self.arguments), len(flat) - self._num_sizes
         tensors: list[Any] = self.native(arguments[:count])
-        for make in self._make_results:
-            tensors.append(make(tensors, arguments[end:]))
+        for result in self._results:
+            tensors.append(result.make(tensors, arguments[end:]))
         call(self.name, *tensors, *arguments[count:end])
-        return tensors[count] if len(self._make_results) == 1 else tuple(tensors[count:])
+        return tensors[count] if len(self._results) == 1 else tuple(tensors[count:])
 
     def native(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The tensors with the layout that a native kernel needs."""
@@ -223,64 +219,59 @@ class Operation:
         return given
 
 
-def _makers(
-    arguments: Sequence[Arg], results: Sequence[Result], sizes: Sequence[str]
-) -> list[_Maker]:
-    """For each result a function that allocates it from the tensors before it, and the sizes.
+class _Allocation(NamedTuple):
+    """How a result is allocated, decided once: PyTorch's ``empty_like`` takes half the time."""
 
-    PyTorch allocates fastest with ``empty_like``, next with ``new_empty``, and slowest where a
-    dtype has to be given. Which of them makes a result is decided here, once.
-    """
+    source: int  # place of a tensor on its device
+    dtype: torch.dtype | None  # None: the source's
+    #: By dimension, where its size is: place of a tensor, or -1 for the sizes that a call gives;
+    #: dimension or index there; factor; addend. None: the shape is the source's.
+    shape: list[tuple[int, int, int, int]] | None
+
+    def make(self, tensors: Sequence[Any], sizes: Sequence[int]) -> Tensor:
+        """The result, uninitialised, from the tensors before it and the call's ``sizes``."""
+        source: Tensor = tensors[self.source]
+        if self.shape is None:
+            return torch.empty_like(source)
+        shape = [
+            factor * (sizes[at] if place < 0 else tensors[place].shape[at]) + more
+            for place, at, factor, more in self.shape
+        ]
+        return source.new_empty(shape, dtype=self.dtype)
+
+
+def _allocations(
+    arguments: Sequence[Arg], results: Sequence[Result], sizes: Sequence[str]
+) -> list[_Allocation]:
+    """How results are allocated, in order."""
     # Tensors that are there when a result is made, by their place among arguments and results.
-    known = {i: (x.dtypes, x.shape) for i, x in enumerate(arguments) if not x.optional}
-    makers = []
+    known = {i: (x.dtypes, x.shape.sizes) for i, x in enumerate(arguments) if not x.optional}
+    found = []
     for place, result in enumerate(results, start=len(arguments)):
-        shape = Shape(result.shape)
-        dtype = result.dtype if isinstance(result.dtype, str) else (result.dtype,)
+        shape, named = Shape(result.shape).sizes, isinstance(result.dtype, str)
+        dtype: Any = result.dtype if named else (result.dtype,)
         same = [i for i, (dtypes, _) in known.items() if dtypes == dtype]
         same += [i for i, x in enumerate(arguments) if x.name == dtype]
-        alike = [i for i in same if known[i][1].sizes == shape.sizes]
+        alike = [i for i in same if known[i][1] == shape]
         if alike:
-            makers.append(_make_like(alike[0]))
+            found.append(_Allocation(alike[0], None, None))
         else:
-            source = same[0] if same else next(iter(known))
-            given = None if same or isinstance(result.dtype, str) else result.dtype
-            lengths = [_size_in(known, size, sizes) for size in shape.sizes]
-            makers.append(_make_new(source, lengths, given))
+            given = None if same or named else dtype[0]
+            where = [_where(known, size, sizes) for size in shape]
+            found.append(_Allocation((same or list(known))[0], given, where))
         known[place] = (dtype, shape)
-    return makers
+    return found
 
 
-def _make_like(source: int) -> _Maker:
-    """Makes a result of the shape and dtype of the tensor at ``source``."""
-    return lambda tensors, sizes: torch.empty_like(tensors[source])
-
-
-def _make_new(source: int, shape: Sequence[_SizeOf], dtype: torch.dtype | None) -> _Maker:
-    """Makes a result on the device of the tensor at ``source``, in its dtype if none is given."""
-    options = {} if dtype is None else {"dtype": dtype}
-
-    def make(tensors: Sequence[Any], sizes: Sequence[int]) -> Tensor:
-        new: Tensor = tensors[source].new_empty([x(tensors, sizes) for x in shape], **options)
-        return new
-
-    return make
-
-
-def _size_in(known: Mapping[int, tuple[Any, Shape]], size: Size, sizes: Sequence[str]) -> _SizeOf:
-    """A function that finds a size in a tensor that has it, or in the sizes that a call gives."""
+def _where(
+    known: Mapping[int, tuple[Any, list[Size]]], size: Size, sizes: Sequence[str]
+) -> tuple[int, int, int, int]:
+    """Where a size is, as in :class:`_Allocation`."""
     name, factor, more = size
     for place, (_, shape) in known.items():
-        for dim, other in enumerate(shape.sizes):
-            if other == (name, 1, 0):
-                last = dim - len(shape.sizes)
-                if (factor, more) == (1, 0):
-                    return lambda tensors, sizes: tensors[place].shape[last]
-                return lambda tensors, sizes: factor * int(tensors[place].shape[last]) + more
-    if not name:
-        return lambda tensors, sizes: more
-    at = sizes.index(name)
-    return lambda tensors, sizes: factor * sizes[at] + more
+        if (name, 1, 0) in shape:
+            return place, shape.index(Size(name, 1, 0)) - len(shape), factor, more
+    return -1, sizes.index(name), factor, more
 
 
 @functools.cache
@@ -294,21 +285,20 @@ def why_no_triton() -> str | None:
     return None
 
 
-def _why_not(place: Place, kind: str, library: Callable[[], Any]) -> str | None:
-    """One line that says why native kernels cannot run on tensors at a place; None: they can."""
-    if place.kind != kind:
+def _why_not(operation: Operation, impl: str, place: Place) -> str | None:
+    """One line that says why an implementation cannot run on tensors at a place; None: it can."""
+    if impl == "reference":
+        return None
+    if impl == "triton":
+        return why_no_triton() or (None if operation.lookup(impl) else f"{operation.name} has none")
+    if place.kind != impl:
         return f"tensors are on {place.devices}"
-    return "the library cannot be built" if library() is None else None
+    library = cpu_library() if impl == "cpu" else build_cuda.cuda_library()
+    return "the library cannot be built" if library is None else None
 
 
-def _why_not_triton(operation: Operation) -> str | None:
-    reason = why_no_triton()
-    if reason is None and operation.own("triton") is None:
-        reason = f"{operation.name} has none"
-    return reason
-
-
-def _unless(reason: str | None, operation: Operation, impl: str) -> Implementation:
+def _function(impl: str, operation: Operation, place: Place) -> Implementation:
+    reason = _why_not(operation, impl, place)
     if reason is not None:
         raise KernelError(f"implementation {impl!r}: {reason} (choices: auto, reference)")
     return operation.function(impl)
@@ -316,12 +306,7 @@ def _unless(reason: str | None, operation: Operation, impl: str) -> Implementati
 
 #: By name: finds an operation's function for tensors at a place, or raises ``KernelError``.
 IMPLEMENTATIONS: dict[str, Callable[[Operation, Place], Implementation]] = {
-    "reference": lambda operation, place: operation.function("reference"),
-    "cpu": lambda operation, place: _unless(_why_not(place, "cpu", cpu_library), operation, "cpu"),
-    "cuda": lambda operation, place: _unless(
-        _why_not(place, "cuda", build_cuda.cuda_library), operation, "cuda"
-    ),
-    "triton": lambda operation, place: _unless(_why_not_triton(operation), operation, "triton"),
+    impl: functools.partial(_function, impl) for impl in ("reference", "cpu", "cuda", "triton")
 }
 #: All operations by name, as their modules are imported.
 OPERATIONS: dict[str, Operation] = {}

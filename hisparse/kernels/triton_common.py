@@ -5,8 +5,6 @@ tuple, ``const``. Triton 3.6 reads its fields as plain numbers, so a size of a n
 name, ``TOKENS: tl.constexpr = const.tokens``; no field may be called ``value`` or ``type``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -50,6 +48,29 @@ def same_places(a: Tensor, b: Tensor) -> bool:
         size == 1 or one == other
         for size, one, other in zip(a.shape[:-1], a.stride(), b.stride(), strict=False)
     )
+
+
+def dot_block(size: int) -> int:
+    """A size rounded up to one that ``tl.dot`` accepts: a power of two, 16 at least."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def key_blocks(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Widths of keys ``[..., Dk]`` and values ``[..., Dv]``, and the blocks that they are read in.
+
+    Values that are the first columns of keys (MLA: 512 of 576) are read with these, once.
+    """
+    width, value_width = k.shape[-1], v.shape[-1]
+    shared = v.data_ptr() == k.data_ptr() and same_places(k, v) and value_width < width
+    first = value_width if shared else width
+    return {
+        "width": width,
+        "first": first,
+        "first_block": dot_block(first),
+        "rest_block": dot_block(width - first) if shared else 0,
+        "value_width": value_width,
+        "value_block": dot_block(value_width),
+    }
 
 
 @triton.jit

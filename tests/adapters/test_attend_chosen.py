@@ -13,7 +13,7 @@ import torch
 from torch.testing import assert_close
 
 from hisparse.adapters import Attended, BackendAdapter, TorchAdapter, merge_attended
-from hisparse.adapters.triton import TritonAdapter
+from hisparse.adapters.torch import TritonAdapter
 from hisparse.types import AttentionRule
 from tests.adapters.test_against_torch import ON_GPU, ON_TRITON
 

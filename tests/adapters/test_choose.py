@@ -213,7 +213,7 @@ def test_an_unknown_name_lists_all() -> None:
 
 
 def test_triton_is_missed_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hisparse.adapters.triton.find_spec", lambda name: None)
+    monkeypatch.setattr("hisparse.adapters.torch.find_spec", lambda name: None)
     assert TritonAdapter.missing() == "Triton is not installed"
     with pytest.raises(ConfigError, match="'dsa' cannot be used here: Triton is not installed"):
         choose_adapter("cuda", LATENT, "layer", "dsa")

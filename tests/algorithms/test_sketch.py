@@ -58,7 +58,7 @@ def test_better_than_quest_in_fewer_bytes(seed: int) -> None:
     layout = SketchLayout(DIM, SIZE, 20)
     sketches = torch.zeros(PAGES, 1, layout.num_bytes, dtype=torch.uint8)
     page_sketch(keys, sketches, table[0], layout)
-    ours = sketch_score(query, sketches, table, lens, layout)[0]
+    ours = sketch_score(query, sketches, table, lens, layout)[0][0]
     summaries = torch.zeros(PAGES, 1, 2 * DIM, dtype=torch.bfloat16)
     page_summary(keys, summaries[:, None], table[0])
     quests = page_score(query, summaries[:, None], table, lens)[0]

@@ -138,9 +138,9 @@ def test_kernels_beside_the_limits_of_the_processor(command: Command) -> None:
 def test_a_wrong_kernel_has_no_share_of_a_limit(
     monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    def wrong(*args: object, impl: str) -> torch.Tensor:
-        scores: torch.Tensor = sketch_score(*args, impl=impl)
-        return scores + (1.0 if impl == "cpu" else 0)
+    def wrong(*args: object, impl: str) -> tuple[torch.Tensor, object]:
+        scores, lse = sketch_score(*args, impl=impl)
+        return scores + (1.0 if impl == "cpu" else 0), lse
 
     monkeypatch.setattr(kernels, "sketch_score", wrong)
     cases = command.json("bench", "kernels", *LIMITS, code=1)["cases"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.adapters import ADAPTERS, dsa, flash_attention, flashinfer
+from hisparse.adapters import ADAPTERS, dsa
+from hisparse.adapters import libraries as adapter_libraries
 from hisparse.config import HiSparseConfig
 from hisparse.engine import capabilities
 from hisparse.engine.capabilities import not_captured
@@ -65,8 +66,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         "BatchDecodeWithPagedKVCacheWrapper": Wrapper,
         "single_prefill_with_kv_cache": single_prefill_with_kv_cache,
     }
-    for module in (flash_attention, flashinfer):
-        monkeypatch.setattr(module, "import_function", lambda name, *_: found[name])
+    monkeypatch.setattr(adapter_libraries, "import_function", lambda name, *_: found[name])
     monkeypatch.setattr(dsa, "_find_flash_mla", lambda: (flash_mla_sparse_fwd, {}, True))
 
 

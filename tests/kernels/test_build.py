@@ -39,7 +39,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     (folder / "answer.cpp").write_text(SOURCE)
     monkeypatch.setattr(_build, "_SOURCES", folder)
-    monkeypatch.setattr(_build, "_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(_build, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(_build, "_FLAGS", ["-std=c++17", "-O0", "-fPIC"])
     _build.cpu_library.cache_clear()
     yield folder
@@ -70,7 +70,7 @@ def test_the_key_follows_sources_flags_and_compiler(
     keys.add(_build.build_cpu().name)
     monkeypatch.setattr(_build, "_FLAGS", [*_build._FLAGS, "-DHISPARSE_OTHER_FLAG"])
     keys.add(_build.build_cpu().name)
-    monkeypatch.setattr(_build, "_processor", lambda: "another one")
+    monkeypatch.setattr(_compiler, "_processor", lambda: "another one")
     keys.add(_build.build_cpu().name)
     assert len(keys) == 5
 
@@ -276,8 +276,8 @@ def forbid_the_cache(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("spoil", "why"),
     [
         (break_the_source, "failed: .*error"),
-        (hide_compilers, r"no C\+\+ compiler found \(looked for g\+\+, c\+\+, clang\+\+\)"),
-        (name_no_compiler, r"no C\+\+ compiler found \(looked for no-such-compiler\)"),
+        (hide_compilers, r"no C\+\+ compiler found, expected one of g\+\+, c\+\+, clang\+\+"),
+        (name_no_compiler, r"no C\+\+ compiler found, expected one of no-such-compiler"),
         (lose_the_sources, "no sources in"),
         (lose_the_binding, "tvm_ffi"),
         (forbid_the_cache, "File exists"),

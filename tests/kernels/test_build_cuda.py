@@ -80,7 +80,7 @@ def test_tensors_of_cuda_go_to_the_reference_without_a_library(
     with pytest.raises(KernelError, match="implementation 'cuda': the library cannot be built"):
         pages.implementation("cuda", both)
     monkeypatch.setattr(_build_cuda, "cuda_library", object)
-    assert pages.implementation("auto", both).__module__ == "hisparse.kernels.transfer.cuda"
+    assert pages.implementation("auto", both) is pages.function("cuda")
     assert score.implementation("auto", both).__module__ == "hisparse.kernels.summary.triton"
     with pytest.raises(KernelError, match="implementation 'cuda': tensors are on cpu"):
         pages.implementation("cuda", Place("cpu", "cpu"))
@@ -91,7 +91,9 @@ def test_tensors_of_cuda_go_to_the_reference_without_a_library(
 def test_the_gpu_has_all_operations_but_those_on_host_memory() -> None:
     # PyTorch's operators dequantize everywhere.
     without = {"key_score", "dequantize"}
-    compiled = {name for name, each in OPERATIONS.items() if each.own("cuda") or each.own("triton")}
+    compiled = {
+        name for name, each in OPERATIONS.items() if each.lookup("cuda") or each.lookup("triton")
+    }
     assert compiled == set(OPERATIONS) - without
 
 

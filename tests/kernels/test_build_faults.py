@@ -30,7 +30,7 @@ BUILDER = textwrap.dedent(
     from pathlib import Path
     from hisparse.kernels.build import cpu as build
 
-    build._SOURCES, build._CACHE = map(Path, sys.argv[1:])
+    build._SOURCES, build.CACHE = map(Path, sys.argv[1:])
     build._FLAGS = {FLAGS}
     print(build.cpu_library().forty_two())
     """
@@ -44,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sources.mkdir()
     (sources / "answer.cpp").write_text(SOURCE)
     monkeypatch.setattr(build, "_SOURCES", sources)
-    monkeypatch.setattr(build, "_CACHE", folder)
+    monkeypatch.setattr(build, "CACHE", folder)
     monkeypatch.setattr(build, "_FLAGS", FLAGS)
     build.cpu_library.cache_clear()
     yield folder

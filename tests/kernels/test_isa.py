@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hisparse.errors import ConfigError
-from hisparse.kernels.build import cpu, isa
+from hisparse.kernels.build import compiler, cpu, isa
 from hisparse.kernels.build.isa import ISAS, VARIABLE, chosen_isa
 
 
@@ -65,7 +65,7 @@ def test_kernels_are_built_for_it_under_a_name_of_their_own(
         ) -> None:
             built[name] = [*compilations.values(), link], target
 
-        monkeypatch.setattr(cpu, "produce_from_objects", produce)
+        monkeypatch.setattr(compiler, "produce_from_objects", produce)
         cpu.build_cpu()
     assert all("-march=native" in command for command in built["native"][0])
     assert all("-march=x86-64-v3" in command for command in built["avx2"][0])

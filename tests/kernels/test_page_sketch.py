@@ -120,7 +120,7 @@ def test_scores_are_the_log_of_summed_weights(
     table = torch.randint(350, (batch, pages + 3), dtype=torch.int32)[:, :pages]
     num_pages = torch.randint(pages + 1, (batch,), dtype=torch.int32)
     num_pages[0] = pages
-    scores = sketch_score(query, sketches, table, num_pages, layout, impl=impl)
+    scores, _ = sketch_score(query, sketches, table, num_pages, layout, impl=impl)
     own = sketch_keys(sketches, layout)[table.long()].double()
     own = own.repeat_interleave(q_heads // kv_heads, dim=2)
     expected = torch.einsum("bhd,bphsd->bhps", query.double(), own).logsumexp(-1)
@@ -170,7 +170,7 @@ def test_rounding_is_small_beside_the_error_of_a_sketch(impl: str) -> None:
     sketches, layout = sketched(keys, 40, "reference", numbered=impl != "cpu")
     query = torch.randn(1, 4, 128) / 128**0.5
     pages = torch.arange(400, dtype=torch.int32)[None]
-    scores = sketch_score(query, sketches, pages, torch.tensor([400]).int(), layout, impl=impl)
+    scores, _ = sketch_score(query, sketches, pages, torch.tensor([400]).int(), layout, impl=impl)
 
     def score(of: Tensor) -> Tensor:
         return torch.einsum("bhd,psd->bhps", query, of).logsumexp(-1)
@@ -186,7 +186,7 @@ def test_logits_far_apart_do_not_overflow(impl: str) -> None:
     sketches, layout = sketched(keys, 2, impl)
     one = torch.ones(1, dtype=torch.int32)
     query = torch.eye(8)[:1].expand(1, 2, 8) * torch.tensor([[1.0], [-1.0]])
-    scores = sketch_score(query, sketches, one[None] * 0, one, layout, impl=impl)
+    scores, _ = sketch_score(query, sketches, one[None] * 0, one, layout, impl=impl)
     assert_close(scores, torch.full((1, 2, 1), 2250.0), rtol=0.15, atol=0)
 
 
@@ -195,7 +195,9 @@ def test_keys_beyond_the_largest_scale_are_scored_as_if_at_it(impl: str) -> None
     keys[1] = 243_840
     sketches, layout = sketched(keys, 4, impl)
     two = torch.arange(2, dtype=torch.int32)
-    scores = sketch_score(torch.ones(1, 1, 8), sketches, two[None], two[1:] + 1, layout, impl=impl)
+    scores, _ = sketch_score(
+        torch.ones(1, 1, 8), sketches, two[None], two[1:] + 1, layout, impl=impl
+    )
     assert_close(scores, torch.full((1, 1, 2), 8 * 243_840.0), rtol=0.01, atol=0)
 
 

@@ -40,11 +40,9 @@ def _changed_rows(rows: Any, *tensors: Any) -> None:
     verify_indices("rows", rows, 0, states.slot_pages.shape[1])
 
 
-def _gather_pages(
-    src_k: Any, src_v: Any, src_pages: Any, dst_k: Any, dst_v: Any, dst_pages: Any, heads: int
-) -> None:
-    verify_indices("src_pages", src_pages, -1, src_k.shape[-4])
-    verify_indices("dst_pages", dst_pages, -1, dst_k.shape[-4])
+def _gather_pages(src: Any, src_pages: Any, dst: Any, dst_pages: Any, heads: int) -> None:
+    verify_indices("src_pages", src_pages, -1, src[0].shape[-4])
+    verify_indices("dst_pages", dst_pages, -1, dst[0].shape[-4])
 
 
 def _slots(slots: Any, pool: Any) -> None:
@@ -56,6 +54,6 @@ _BEFORE: dict[str, Callable[..., None]] = {
     "reset_rows": _changed_rows,
     "rebalance": _changed_rows,
     "gather_pages": _gather_pages,
-    "scatter_tokens": lambda dst_k, dst_v, k, v, slots: _slots(slots, dst_k),
-    "gather_tokens": lambda src_k, src_v, slots, *out: _slots(slots, src_k),
+    "scatter_tokens": lambda dst, tokens, slots: _slots(slots, dst[0]),
+    "gather_tokens": lambda src, slots, tokens: _slots(slots, src[0]),
 }

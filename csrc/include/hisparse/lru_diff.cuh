@@ -33,21 +33,21 @@ struct LruDiffParams {
   bool every_page;  // every row selects every page below its limit
 };
 
-// What lru_diff writes besides.
+// What only lru_diff writes.
 struct SlotOutputs {
   int32_t* curr_device_slots;  // [R, K]
   int32_t* load_device_slots;  // [R, K]
   int64_t current_stride, load_slots_stride;  // elements
 };
 
-// What diff_tables reads and writes besides.
+// What only diff_tables reads and writes.
 struct TableOutputs {
   const int32_t* device_pages;  // [NR, C]
   const int32_t* lengths;       // [R], pages of the selection; not read where all are selected
   const int32_t* tail_pages;    // [R]
   const int32_t* tail_lens;     // [R], tokens
   const bool* dense;            // [T], requests that select every page, or null
-  int32_t* attended;            // [R, K + 1], the tail page behind the selected ones
+  int32_t* attended;            // [R, K + 1], the tail page after the selected ones
   int32_t* loads;               // [R, K]
   int32_t* seq_lens;            // [R], tokens to attend
   unsigned long long* malformed;  // [1], counts rows with another selection than `lengths`
@@ -270,7 +270,7 @@ __device__ inline void write_row(const SlotOutputs& out, const LruRow& row, int3
 
 __device__ inline bool selects_every_page(const SlotOutputs&, int32_t) { return false; }
 
-// The tail page alone: padding, or a row that cannot be served.
+// Only the tail page: padding, or a row that cannot be served.
 __device__ inline void write_nothing(const TableOutputs& out, const LruDiffParams& p, int32_t r,
                                      int32_t num_misses) {
   for (int32_t i = threadIdx.x; i <= p.width; i += num_threads()) {

@@ -71,7 +71,7 @@ __device__ void copy_tail(const PromoteTailParams& p, int32_t r, int32_t tail) {
 }
 
 // One block per row; it leaves at once unless the row's tail page is full. A row whose indices
-// leave the tables is left alone. Rows without capacity only copy.
+// leave the tables does not change. Rows without capacity only copy.
 template <typename Unit>
 __global__ void __launch_bounds__(kTransferThreads)
     promote_tail_kernel(const __grid_constant__ PromoteTailParams p) {

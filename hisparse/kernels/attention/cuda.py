@@ -1,7 +1,5 @@
 """Attention of a chunk by PyTorch's flash attention, which returns the log-sum-exp, or Triton."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Attention over pages, and of a chunk of queries over contiguous keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +17,7 @@ __all__ = ["chunk_attention", "paged_attention"]
 
 def _pages_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     check_scales("kv.scales", tensors["kv.k"], tensors["kv.scales"])
-    queries, heads = sizes["Q"], sizes["Hr"]
-    if heads == 0 or queries % heads:
-        raise KernelError(f"query: got {queries} heads, expected a multiple of the pages' {heads}")
+    check_divides("kv.k", sizes["Hr"], sizes["Q"])
 
 
 def _keys_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -85,7 +81,6 @@ def paged_attention(
         seq_lens: ``[R] int32``, tokens to attend; every page but the last one is full.
         rule: scale and cap, which are applied to the logits in float32, and window: a row attends
             only the last ``window`` of its tokens.
-        impl: "auto", or an implementation's name.
 
     Returns:
         out ``[R, Q, Dv]``, float32 or, on a GPU, in the query's dtype; and the natural log of the
@@ -93,7 +88,7 @@ def paged_attention(
         float32 query is attended in float32 throughout.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device, or a page is not in the pool.
+        KernelError: a page is not in the pool.
     """
     stored = StoredKV(*kv)
     run = PAGED_ATTENTION(impl, query, *stored, page_table, seq_lens)
@@ -126,15 +121,11 @@ def chunk_attention(
         rule: scale and cap, which are applied to the logits in float32, and window: query t attends
             key j only if ``first_key + j > t - window``.
         first_key: position of key 0 less the position of query 0; if ``causal``, T - Tk.
-        impl: "auto", or an implementation's name.
 
     Returns:
         out ``[T, Hq, Dv]``, float32 or, on a GPU, in the query's dtype; and the natural log of the
         sum of exponentials of the logits ``[T, Hq] float32``, -inf for a query without keys. A
         float32 query is attended in float32 throughout.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     run = CHUNK_ATTENTION(impl, query, k, v, values=(causal, first_key if causal else 0))
     if rule.window and first_key > query.shape[0] - 1 - rule.window:

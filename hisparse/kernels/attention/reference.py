@@ -1,7 +1,5 @@
 """Attention in plain PyTorch: the oracle of the other implementations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -69,16 +67,16 @@ def chunk_attention(
     position = torch.arange(first_key, first_key + num_keys, device=k.device)
     for start in range(0, tokens, _QUERY_BLOCK):
         end = min(start + _QUERY_BLOCK, tokens)
-        own = torch.arange(start, end, device=k.device)[:, None]
+        query_position = torch.arange(start, end, device=k.device)[:, None]
         # Keys that no query of the block attends are left out.
         oldest = max(0, start - rule.window + 1 - first_key) if rule.window else 0
         seen = slice(oldest, end - first_key if causal else num_keys)
         queries = query[start:end].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
         logits = cap_logits(queries @ keys[:, None, :, seen], rule.logit_cap)
         if causal:
-            logits.masked_fill_(position[seen] > own, -torch.inf)
+            logits.masked_fill_(position[seen] > query_position, -torch.inf)
         if rule.window:
-            logits.masked_fill_(position[seen] <= own - rule.window, -torch.inf)
+            logits.masked_fill_(position[seen] <= query_position - rule.window, -torch.inf)
         block_lse = logits.logsumexp(-1)
         # A query without keys has lse -inf; its weights have to be 0, not NaN.
         shift = block_lse.masked_fill(block_lse == -torch.inf, 0.0)

@@ -5,8 +5,6 @@ program of a block that ends last merges the splits by log-sum-exp: one launch.
 https://arxiv.org/abs/2205.14135 has the idea.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -28,6 +26,8 @@ from hisparse.kernels.triton_common import (
     INTERPRETED,
     LARGEST_SHARED,
     cap_logits,
+    dot_block,
+    key_blocks,
     require_dense_rows,
     rounded,
     same_places,
@@ -35,53 +35,30 @@ from hisparse.kernels.triton_common import (
 )
 from hisparse.types import AttentionRule, StoredKV
 
-#: The smallest size that ``tl.dot`` accepts; queries of a group are padded to it.
-_MIN_DOT = 16
 _MAX_QUERIES = 32
 
 
 class _AttendConstants(NamedTuple):
-    """What the kernel is compiled for; ``*_block`` are sizes rounded up to a power of two.
+    """What the kernel is compiled for; ``*_block`` are sizes rounded up to a power of two."""
 
-    Attributes:
-        group: query heads of a KV head.
-        queries: of them that a program serves, with padding.
-        members: the same where splits are merged, whose padding is smaller.
-        width: Dk, of a key.
-        first: channels of a key that are read at once: all, or those that are the value too.
-        first_block: the same, as a block.
-        rest_block: the channels after them; 0: there are none.
-        value_width: Dv, of a value.
-        value_block: the same, as a block.
-        same: whether keys and values of a token lie at the same offsets.
-        size: S, tokens of a page.
-        tokens: of a step of the loop.
-        exact: whether queries and weights are split into numbers of the pages' dtype.
-        scaled: whether pages have scales.
-        split: whether several programs share a row's tokens.
-        merged: splits that a program merges at once.
-        logit_cap: see :class:`hisparse.types.AttentionRule`; 0: none.
-        window: the same, in tokens; 0: none.
-    """
-
-    group: int
-    queries: int
-    members: int
-    width: int
-    first: int
-    first_block: int
-    rest_block: int
-    value_width: int
-    value_block: int
-    same: bool
-    size: int
-    tokens: int
-    exact: bool
-    scaled: bool
-    split: bool
-    merged: int
-    logit_cap: float
-    window: int
+    group: int  # query heads of a KV head
+    queries: int  # of them that a program serves, with padding
+    members: int  # the same where splits are merged, whose padding is smaller
+    width: int  # Dk, of a key
+    first: int  # channels of a key that are read at once: all, or those that are the value too
+    first_block: int  # the same, as a block
+    rest_block: int  # the channels after them; 0: there are none
+    value_width: int  # Dv, of a value
+    value_block: int  # the same, as a block
+    same: bool  # whether keys and values of a token lie at the same offsets
+    size: int  # S, tokens of a page
+    tokens: int  # of a step of the loop
+    exact: bool  # whether queries and weights are split into numbers of the pages' dtype
+    scaled: bool  # whether pages have scales
+    split: bool  # whether several programs share a row's tokens
+    merged: int  # splits that a program merges at once
+    logit_cap: float  # see :class:`hisparse.types.AttentionRule`; 0: none
+    window: int  # the same, in tokens; 0: none
 
 
 def paged_attention(
@@ -142,34 +119,24 @@ def paged_attention(
 
 def _constants(query: Tensor, kv: StoredKV, rule: AttentionRule) -> _AttendConstants:
     """Constants that follow from tensors, and a step of no tokens and one split."""
-    queries, width = query.shape[1:]
     heads, size = kv.k.shape[1:3]
-    value = kv.v.shape[-1]
-    same = same_places(kv.k, kv.v)
-    # Values are the first columns of keys: these are read once.
-    shared = same and kv.v.data_ptr() == kv.k.data_ptr() and value < width
-    group, first = queries // heads, value if shared else width
-    query_block = min(max(_MIN_DOT, triton.next_power_of_2(group)), _MAX_QUERIES)
+    blocks = key_blocks(kv.k, kv.v)
+    group = query.shape[1] // heads
+    query_block = min(dot_block(group), _MAX_QUERIES)
     members = min(triton.next_power_of_2(group), query_block)
-    value_block = max(_MIN_DOT, triton.next_power_of_2(value))
     dtype = kv.k.dtype if kv.scales is None else torch.bfloat16
     return _AttendConstants(
         group=group,
         queries=query_block,
         members=members,
-        width=width,
-        first=first,
-        first_block=max(_MIN_DOT, triton.next_power_of_2(first)),
-        rest_block=max(_MIN_DOT, triton.next_power_of_2(width - first)) if shared else 0,
-        value_width=value,
-        value_block=value_block,
-        same=same,
+        **blocks,
+        same=same_places(kv.k, kv.v),
         size=size,
         tokens=0,
-        exact=not shared and dtype != torch.float32 and query.dtype != dtype,
+        exact=not blocks["rest_block"] and dtype != torch.float32 and query.dtype != dtype,
         scaled=kv.scales is not None,
         split=False,
-        merged=merged_at_once(members * value_block),
+        merged=merged_at_once(members * blocks["value_block"]),
         logit_cap=float(rule.logit_cap),
         window=rule.window,
     )

@@ -4,8 +4,6 @@ A program is a block of the queries of one KV head: token by token, the heads of
 side. So one kernel serves MHA, GQA and MLA. https://arxiv.org/abs/2205.14135 has the idea.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -18,49 +16,30 @@ from hisparse.kernels.triton_common import (
     INTERPRETED,
     LARGEST_SHARED,
     cap_logits,
+    key_blocks,
     require_dense_rows,
     rounded,
-    same_places,
     shared_bytes,
 )
 from hisparse.types import AttentionRule
 
-#: The smallest size that ``tl.dot`` accepts.
-_MIN_DOT = 16
-
 
 class _ChunkConstants(NamedTuple):
-    """What the kernel is compiled for; ``*_block`` are sizes rounded up to a power of two.
+    """What the kernel is compiled for; ``*_block`` are sizes rounded up to a power of two."""
 
-    Attributes:
-        group: query heads of a KV head.
-        width: Dk, of a key.
-        first: channels of a key that are read at once: all, or those that are the value too.
-        first_block: the same, as a block.
-        rest_block: the channels after them; 0: there are none.
-        value_width: Dv, of a value.
-        value_block: the same, as a block.
-        causal: whether a query attends no key after its own position.
-        narrow: whether products are in the keys' dtype, else in float32.
-        rows: queries of a program.
-        tokens: of a step of the loop.
-        logit_cap: see :class:`hisparse.types.AttentionRule`; 0: none.
-        window: the same, in tokens; 0: none.
-    """
-
-    group: int
-    width: int
-    first: int
-    first_block: int
-    rest_block: int
-    value_width: int
-    value_block: int
-    causal: bool
-    narrow: bool
-    rows: int
-    tokens: int
-    logit_cap: float
-    window: int
+    group: int  # query heads of a KV head
+    width: int  # Dk, of a key
+    first: int  # channels of a key that are read at once: all, or those that are the value too
+    first_block: int  # the same, as a block
+    rest_block: int  # the channels after them; 0: there are none
+    value_width: int  # Dv, of a value
+    value_block: int  # the same, as a block
+    causal: bool  # whether a query attends no key after its own position
+    narrow: bool  # whether products are in the keys' dtype, else in float32
+    rows: int  # queries of a program
+    tokens: int  # of a step of the loop
+    logit_cap: float  # see :class:`hisparse.types.AttentionRule`; 0: none
+    window: int  # the same, in tokens; 0: none
 
 
 def chunk_attention(
@@ -77,20 +56,17 @@ def chunk_attention(
     and weights are rounded to that dtype; any other combination is multiplied in float32. If values
     are the first columns of the keys (MLA: 512 of 576), the kernel reads keys once for both.
     """
-    tokens, queries, width = query.shape
+    tokens, queries, _ = query.shape
     require_dense_rows(k=k, v=v)
-    (num_keys, heads), value_width = k.shape[:2], v.shape[-1]
-    out = query.new_empty(tokens, queries, value_width)
+    num_keys, heads = k.shape[:2]
+    out = query.new_empty(tokens, queries, v.shape[-1])
     lse = query.new_empty(tokens, queries, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    group = queries // heads
-    same_place = v.data_ptr() == k.data_ptr() and same_places(k, v)
-    shared = same_place and value_width < width
-    first = value_width if shared else width
+    group, blocks = queries // heads, key_blocks(k, v)
     narrow = query.dtype == k.dtype
     (block, step), options = chunk_options(
-        first, query.dtype if narrow else torch.float32, shared_bytes(query.device)
+        blocks["first"], query.dtype if narrow else torch.float32, shared_bytes(query.device)
     )
     _chunk_kernel[(triton.cdiv(tokens * group, block), heads)](
         (query, *query.stride()),
@@ -102,12 +78,7 @@ def chunk_attention(
         (tokens * group, num_keys, queries),
         _ChunkConstants(
             group=group,
-            width=width,
-            first=first,
-            first_block=max(_MIN_DOT, triton.next_power_of_2(first)),
-            rest_block=max(_MIN_DOT, triton.next_power_of_2(width - first)) if shared else 0,
-            value_width=value_width,
-            value_block=max(_MIN_DOT, triton.next_power_of_2(value_width)),
+            **blocks,
             causal=causal,
             narrow=narrow,
             rows=block,

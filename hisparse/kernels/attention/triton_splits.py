@@ -1,7 +1,5 @@
 """Splits of a row's attention: how many there are, and how the program that ends last merges."""
 
-from __future__ import annotations
-
 import math
 
 import torch

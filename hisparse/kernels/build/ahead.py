@@ -1,7 +1,5 @@
 """Builds kernels before they are called, so that no request waits for a compiler."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path

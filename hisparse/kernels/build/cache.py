@@ -1,7 +1,5 @@
 """Files of the kernel cache, each with its digest: a damaged library may end the process."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

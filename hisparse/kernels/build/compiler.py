@@ -1,17 +1,16 @@
 """Runs a compiler once for each library, into a cache that is shared between processes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -49,13 +48,56 @@ def digest_of(files: Iterable[Path], *texts: str) -> str:
     return digest.hexdigest()[:16]
 
 
+def compile_library(
+    prefix: Path,
+    what: str,
+    command: Sequence[str],
+    sources: Iterable[Path],
+    headers: Iterable[Path],
+    link: Sequence[str],
+) -> Path:
+    """Compile sources side by side and link them, unless the library is there.
+
+    Args:
+        prefix: beginning of the library's path.
+        what: the library, for the message.
+        command: the compiler and its flags.
+        sources: C++ or CUDA files.
+        headers: headers that the sources include; the names of all objects change with them.
+        link: flags for linking, after the objects.
+
+    Returns:
+        the path of the library.
+
+    Raises:
+        CannotBuildError: the compiler fails; its first error.
+        OSError: a folder cannot be written to.
+    """
+    headers = set(headers)
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False)
+    machine = _processor() if "-march=native" in command else ""
+    # Without the folder of the sources: several checkouts share objects.
+    common = digest_of(headers, *command, version.stdout, machine)
+    includes = sorted({f"-I{path.parent}" for path in headers})
+    compilations = {
+        prefix.parent / "objects" / f"{path.stem}-{digest_of([path], common)}.o": [
+            *command, *includes, "-c", str(path)
+        ]
+        for path in sources
+    }  # fmt: skip
+    linking = [*command, "-shared", *map(str, compilations), *link]
+    target = prefix.with_name(f"{prefix.name}-{digest_of([], *linking)}.so")
+    produce_from_objects(what, compilations, linking, target)
+    return target
+
+
 def produce_from_objects(
     what: str, compilations: Mapping[Path, list[str]], link: list[str], target: Path
 ) -> None:
     """Compile objects side by side, then run ``link -o target``, unless the target is there.
 
-    One process does it at a time. Objects of the cache are used again, so that one changed source
-    is compiled alone.
+    One process does it at a time. Objects in the cache are reused, so only changed sources are
+    compiled.
 
     Args:
         what: the library, for the message.
@@ -135,3 +177,15 @@ def _remove_old(folders: Iterable[Path]) -> None:
                 if path.stat().st_mtime < oldest:
                     path.unlink()
                     path.with_name(path.name + ".sha256").unlink()
+
+
+def _processor() -> str:
+    """Identifies the processor for ``-march=native``: machines may share a home folder."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(
+        sorted({line for line in lines if line.split("\t")[0].strip() in names})
+    )

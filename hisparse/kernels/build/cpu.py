@@ -1,13 +1,9 @@
 """Builds the C++ kernels for CPUs on first use, into a cache that is shared between runs."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
-import platform
 import shutil
-import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +14,13 @@ from hisparse.kernels.build.compiler import (
     SOURCES,
     CannotBuildError,
     binding_flags,
-    digest_of,
-    produce_from_objects,
+    compile_library,
 )
 from hisparse.kernels.build.isa import ISAS, chosen_isa
 
 logger = logging.getLogger(__name__)
 
 _SOURCES = SOURCES / "cpu"
-_CACHE = CACHE
 _FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-Wall", "-Wextra"]
 
 
@@ -70,7 +64,7 @@ def build_cpu() -> Path:
     """Build the CPU kernels unless the cache has them; returns the path of the library."""
     sources, headers = cpu_sources()
     if not sources:
-        raise CannotBuildError(f"no sources in {_SOURCES}")
+        raise CannotBuildError(f"got no sources in {_SOURCES}, expected C++ files")
     return build_cpu_library("cpu", "CPU kernels", sources, headers=headers)
 
 
@@ -102,46 +96,7 @@ def build_cpu_library(
     includes, link = binding_flags()
     march = f"-march={ISAS[chosen_isa()].march}"
     command = [cxx_compiler(), *_FLAGS, march, *includes]
-    return compile_library(_CACHE / name, what, command, sources, headers, link)
-
-
-def compile_library(
-    prefix: Path,
-    what: str,
-    command: Sequence[str],
-    sources: Sequence[Path],
-    headers: Iterable[Path],
-    link: Sequence[str],
-) -> Path:
-    """Compile C++ files side by side and link them, unless the library is there.
-
-    Args:
-        prefix: beginning of the library's path.
-        what: the library, for the message.
-        command: the compiler and its flags.
-        sources: C++ files.
-        headers: headers that the sources include; the names of all objects change with them.
-        link: flags for linking, after the objects.
-
-    Returns:
-        the path of the library.
-
-    Raises:
-        CannotBuildError: the compiler fails.
-    """
-    headers = {path for path in headers if path.suffix == ".h"}
-    told = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False)
-    # Without the folder of the sources: several checkouts share objects.
-    common = digest_of(headers, *command, told.stdout, _processor())
-    includes = sorted({f"-I{path.parent}" for path in headers})
-    compilations: dict[Path, list[str]] = {}
-    for path in sources:
-        item = prefix.parent / "objects" / f"{path.stem}-{digest_of([path], common)}.o"
-        compilations[item] = [*command, *includes, "-c", str(path)]
-    linking = [*command, "-shared", *map(str, compilations), *link]
-    target = prefix.with_name(f"{prefix.name}-{digest_of([], *linking)}.so")
-    produce_from_objects(what, compilations, linking, target)
-    return target
+    return compile_library(CACHE / name, what, command, sources, headers, link)
 
 
 def cxx_compiler() -> str:
@@ -154,16 +109,4 @@ def cxx_compiler() -> str:
     for name in wanted:
         if path := shutil.which(name):
             return path
-    raise CannotBuildError(f"no C++ compiler found (looked for {', '.join(wanted)})")
-
-
-def _processor() -> str:
-    """Identifies the processor for ``-march=native``: machines may share a home folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
-    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
-    return platform.machine() + "".join(
-        sorted({line for line in lines if line.split("\t")[0].strip() in names})
-    )
+    raise CannotBuildError(f"no C++ compiler found, expected one of {', '.join(wanted)}")

@@ -1,12 +1,9 @@
 """Builds the CUDA kernels on first use, for the architecture of the device."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,8 @@ from hisparse.kernels.build.compiler import (
     SOURCES,
     CannotBuildError,
     binding_flags,
+    compile_library,
     digest_of,
-    produce_from_objects,
 )
 
 logger = logging.getLogger(__name__)
@@ -100,25 +97,14 @@ def build_cuda(arch: str | None = None) -> Path:
         built = [path for path in sorted(CACHE.glob(f"{name}-*[0-9a-f].so")) if is_intact(path)]
         if built:
             return built[-1]
-        raise CannotBuildError("no nvcc found (looked in CUDA_HOME, /usr/local/cuda and PATH)")
-    headers, link = binding_flags()
-    includes = [f"-I{SOURCES}", f"-I{SOURCES / 'include'}", *headers]
+        raise CannotBuildError("no nvcc found, expected it in CUDA_HOME, /usr/local/cuda or PATH")
+    includes, link = binding_flags()
+    code = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
+    command = [nvcc, *_FLAGS, code, f"-I{SOURCES / 'include'}", *includes]
     # nvcc divides what it passes on at commas.
     link = [*link[:2], "-Xlinker", link[2].removeprefix("-Wl,")]
-    code = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
-    compiler = [nvcc, *_FLAGS, code]
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-    common = digest_of(set(parts) - set(files), *compiler, *includes, version.stdout)
-    compilations = {
-        CACHE / "objects" / f"{path.stem}-{digest_of([path], common)}.o": [
-            *compiler, *includes, "-c", str(path)
-        ]
-        for path in files
-    }  # fmt: skip
-    linking = [*compiler, "-shared", *map(str, compilations), *link]
-    target = CACHE / f"{name}-{digest_of([], *linking)}.so"
-    produce_from_objects(f"CUDA kernels for {arch}", compilations, linking, target)
-    return target
+    headers = set(parts) - set(files)
+    return compile_library(CACHE / name, f"CUDA kernels for {arch}", command, files, headers, link)
 
 
 def device_arch() -> str:
@@ -128,6 +114,6 @@ def device_arch() -> str:
         CannotBuildError: there is no device.
     """
     if not torch.cuda.is_available():
-        raise CannotBuildError("no CUDA device found")
+        raise CannotBuildError("no CUDA device found, expected one or --arch")
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"

@@ -4,8 +4,6 @@ The environment variable ``HISPARSE_CPU_ISA`` names one: "native" (the default),
 So one machine can run the kernels of another.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,15 +19,10 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 class InstructionSet(NamedTuple):
-    """An instruction set.
+    """An instruction set."""
 
-    Attributes:
-        march: the compiler's ``-march``.
-        flags: flags in /proc/cpuinfo of a processor that has it.
-    """
-
-    march: str
-    flags: frozenset[str]
+    march: str  # the compiler's ``-march``
+    flags: frozenset[str]  # in /proc/cpuinfo of a processor that has it
 
 
 ISAS: Mapping[str, InstructionSet] = {

@@ -1,7 +1,5 @@
 """Scores of tokens by a model's own indexer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,14 +80,10 @@ def index_score(
         num_pages: ``[B] int32``, tokens of each request before the new one; less than P.
         scales: ``[host pages] float32``, factors of the keys. float8_e4m3fn needs them, the other
             dtypes have none.
-        impl: "auto", or an implementation's name.
 
     Returns:
         ``[B, 1, P] float32``, higher is kept; the new token's score at ``num_pages``; the
         scores after it mean nothing.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     run = INDEX_SCORE(impl, *new, keys, host_page_table, num_pages, scales)
     scores: Tensor = run(new, keys, host_page_table, num_pages, scales)
@@ -114,13 +108,9 @@ def chunk_index_score(
         host_page_table: ``[P] int32``, of all tokens of the prompt.
         num_tokens: ``[T] int32``, tokens that each of the T attends, at most P.
         scales: as for :func:`index_score`.
-        impl: "auto", or an implementation's name.
 
     Returns:
         ``[T, 1, P] float32``, higher is kept; scores from ``num_tokens`` on mean nothing.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     run = CHUNK_INDEX_SCORE(impl, *new, keys, host_page_table, num_tokens, scales)
     scores: Tensor = run(new, keys, host_page_table, num_tokens, scales)
@@ -144,10 +134,9 @@ def store_index_keys(
             padding page. If an entry stands twice, either token may win.
         scales: ``[host pages] float32``, contiguous, factors of the keys. Written to.
             float8_e4m3fn needs them, the other dtypes have none.
-        impl: "auto", or an implementation's name.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device, or the scales are not contiguous.
+        KernelError: the scales are not contiguous.
     """
     run = STORE_INDEX_KEYS(impl, new, keys, host_pages, scales)
     if scales is not None:

@@ -1,19 +1,13 @@
 """Scores of tokens by a model's own indexer in plain PyTorch, which a CPU runs as well."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
+from hisparse.kernels.summary.reference import exponent_within_448
 from hisparse.types import IndexerInputs
 
 #: Products q.k per block, over all heads of the indexer: a block fits the processor's cache.
 _BLOCK = 2**18
-#: Added to a float's bits, it carries into the exponent if the fraction is above that of 448, the
-#: largest number of float8_e4m3fn.
-_CARRY = 0x1FFFFF
 
 
 def index_score(
@@ -26,8 +20,8 @@ def index_score(
     """See :func:`hisparse.kernels.index_score`."""
     scores = _scores(new, keys, host_page_table, scales)
     products = (new.queries.float() @ new.keys.float()[..., None]).relu_()[..., 0]
-    own = (new.weights.float() * products).sum(-1)
-    return scores.scatter_(2, num_pages.long()[:, None, None], own[:, None, None])
+    new_scores = (new.weights.float() * products).sum(-1)
+    return scores.scatter_(2, num_pages.long()[:, None, None], new_scores[:, None, None])
 
 
 def chunk_index_score(
@@ -60,10 +54,12 @@ def _scores(
         x.float().unflatten(0, (len(table), -1)) for x in (new.queries, new.weights)
     )
     scores: Tensor = queries.new_empty(*queries.shape[:2], width)
-    for part in _blocks(width, max(1, _BLOCK // queries[..., 0].numel())):
+    block = max(1, _BLOCK // queries[..., 0].numel())
+    for start in range(0, width, block):
+        part = slice(start, start + block)
         pages = table[:, part]
-        own = stored_to_float(keys.index_select(0, pages.flatten())).unflatten(0, pages.shape)
-        products = (queries.flatten(1, 2) @ own.mT).relu_().unflatten(1, weights.shape[1:])
+        page_keys = stored_to_float(keys.index_select(0, pages.flatten())).unflatten(0, pages.shape)
+        products = (queries.flatten(1, 2) @ page_keys.mT).relu_().unflatten(1, weights.shape[1:])
         scores[..., part] = (weights[:, :, None] @ products)[:, :, 0]
     if scales is not None:
         scores *= scales[table.long()][:, None]
@@ -75,9 +71,8 @@ def store_index_keys(new: Tensor, keys: Tensor, host_pages: Tensor, scales: Tens
     new = new.float()
     if scales is not None:
         largest = new.abs().amax(-1).clamp_(min=1e-4)
-        # The least power of two that brings the key within +-448; dividing by it is exact.
-        exponent = ((largest.view(torch.int32) + _CARRY) >> 23) - 8
-        scale = (exponent << 23).view(torch.float32)
+        # Dividing by a power of two is exact.
+        scale = (exponent_within_448(largest) << 23).view(torch.float32)
         scales[host_pages] = scale
         new = new / scale[:, None]
     keys[host_pages] = new.to(keys.dtype)
@@ -94,8 +89,3 @@ def stored_to_float(keys: Tensor) -> Tensor:
     bits = keys.view(torch.uint8).to(torch.int16)
     halves = (bits << 8 & -0x8000) | (bits << 7 & 0x3F80)
     return halves.view(torch.float16).float().mul_(2**8)
-
-
-def _blocks(total: int, size: int) -> Iterator[slice]:
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))

@@ -1,7 +1,5 @@
 """Scores of tokens by a model's own indexer, and its stored keys, in Triton."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 from hisparse.kernels.quantize.triton import to_e4m3
 from hisparse.kernels.triton_common import (
     INTERPRETED,
+    dot_block,
     dot_parts,
     from_e4m3,
     num_parts,
@@ -21,45 +20,26 @@ from hisparse.kernels.triton_common import (
 )
 from hisparse.types import IndexerInputs
 
-_MIN_DOT = 16
-
 
 class _ScoreConstants(NamedTuple):
-    """What the kernel that scores is compiled for.
+    """What the kernel that scores is compiled for."""
 
-    Attributes:
-        heads: Hi, of the indexer.
-        heads_block: the same, rounded up to a power of two.
-        dim: Di, width of a key.
-        dim_block: the same, rounded up to a power of two.
-        tokens: that a program scores.
-        parts: numbers that a query's number is split into, see :func:`num_parts`.
-        fp8: whether stored keys are float8_e4m3fn.
-        as_bytes: whether these are converted in registers.
-    """
-
-    heads: int
-    heads_block: int
-    dim: int
-    dim_block: int
-    tokens: int
-    parts: int
-    fp8: bool
-    as_bytes: bool
+    heads: int  # Hi, of the indexer
+    heads_block: int  # the same, rounded up to a power of two
+    dim: int  # Di, width of a key
+    dim_block: int  # the same, rounded up to a power of two
+    tokens: int  # that a program scores
+    parts: int  # numbers that a query's number is split into, see :func:`num_parts`
+    fp8: bool  # whether stored keys are float8_e4m3fn
+    as_bytes: bool  # whether these are converted in registers
 
 
 class _StoreConstants(NamedTuple):
-    """What the kernel that stores keys is compiled for.
+    """What the kernel that stores keys is compiled for."""
 
-    Attributes:
-        dim: Di, width of a key.
-        dim_block: the same, rounded up to a power of two.
-        fp8: whether stored keys are float8_e4m3fn.
-    """
-
-    dim: int
-    dim_block: int
-    fp8: bool
+    dim: int  # Di, width of a key
+    dim_block: int  # the same, rounded up to a power of two
+    fp8: bool  # whether stored keys are float8_e4m3fn
 
 
 def index_score(
@@ -93,9 +73,9 @@ def index_score(
         width,
         _ScoreConstants(
             heads=heads,
-            heads_block=max(_MIN_DOT, triton.next_power_of_2(heads)),
+            heads_block=dot_block(heads),
             dim=dim,
-            dim_block=max(_MIN_DOT, triton.next_power_of_2(dim)),
+            dim_block=dot_block(dim),
             tokens=tokens,
             parts=num_parts(new.queries.dtype, narrow),
             fp8=fp8,

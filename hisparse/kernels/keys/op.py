@@ -1,9 +1,6 @@
 """Exact logits of keys where they lie in host memory."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,25 +12,18 @@ from hisparse.kernels.operation import Operation
 __all__ = ["key_score"]
 
 
-def _heads_divide(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    check_divides("keys", sizes["Hkv"], sizes["Hq"])
-
-
-_INPUTS = (
+KEY_SCORE = Operation(
+    __name__,
+    "key_score",
     Arg("query", torch.float32, "B Hq D", on=("cpu",), layout="all"),
     Arg("keys", FLOATS, "_ Hkv _ D", layout="any"),
     Arg("host_page_table", torch.int32, "B P"),
     Arg("num_pages", torch.int32, "B", layout="all"),
-)
-KEY_SCORE = Operation(
-    __name__,
-    "key_score",
-    *_INPUTS,
     results=(Result("scores", torch.float32, "B Hq P"),),
     cpu=lambda call, query, keys, host_page_table, num_pages, reduce, logit_cap: call(
         query, keys, host_page_table, num_pages, reduce == "lse", logit_cap
     ),
-    also=_heads_divide,
+    also=lambda tensors, sizes: check_divides("keys", sizes["Hkv"], sizes["Hq"]),
 )
 
 
@@ -59,24 +49,15 @@ def key_score(
         reduce: how a page's S products become its score: "max", the largest, or "lse",
             log-sum-exp.
         logit_cap: the products are capped at first, as in attention with this cap; 0: none.
-        impl: "auto", or an implementation's name.
 
     Returns:
         ``[B, Hq, P] float32``, -inf beyond a request's pages.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device, or a page is not in the pool.
+        KernelError: a page is not in the pool.
     """
     if reduce not in ("max", "lse"):
         raise KernelError(f"reduce: got {reduce!r}, expected max or lse")
     tensors = (query, keys, host_page_table, num_pages)
-    run = KEY_SCORE(impl, *tensors)
-    _require_dense(keys)
-    scores: Tensor = run(*tensors, reduce, logit_cap)
+    scores: Tensor = KEY_SCORE(impl, *tensors)(*tensors, reduce, logit_cap)
     return scores
-
-
-def _require_dense(keys: Tensor) -> None:
-    """Strides are no part of a declaration."""
-    if keys.stride(-1) != 1:
-        raise KernelError(f"keys: got stride {keys.stride(-1)} in D, expected 1")

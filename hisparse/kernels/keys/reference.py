@@ -1,7 +1,5 @@
 """Exact logits of keys in PyTorch: the oracle of the other implementation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -19,10 +17,10 @@ def key_score(
     """See :func:`hisparse.kernels.key_score`."""
     page = torch.arange(host_page_table.shape[1])
     absent = (page >= num_pages[:, None])[:, None].expand(-1, query.shape[1], -1)
-    own = keys[host_page_table.masked_fill(absent.all(1), 0).long()]  # [B, P, Hkv, S, D]
+    page_keys = keys[host_page_table.masked_fill(absent.all(1), 0).long()]  # [B, P, Hkv, S, D]
     grouped = query.unflatten(1, (keys.shape[1], -1))[:, None, :, None]
     # Not a matrix product: the order of its sums could depend on the number of pages.
-    logits = (grouped * own.float()[..., None, :]).sum(-1)  # [B, P, Hkv, S, G]
+    logits = (grouped * page_keys.float()[..., None, :]).sum(-1)  # [B, P, Hkv, S, G]
     logits = cap_logits(logits, logit_cap)
     by_page = logits.amax(3) if reduce == "max" else logits.logsumexp(3)
     scores: Tensor = by_page.flatten(2).transpose(1, 2).masked_fill(absent, -torch.inf)

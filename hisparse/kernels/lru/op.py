@@ -117,13 +117,14 @@ class DiffTables(NamedTuple):
     num_misses: Tensor
 
 
-#: A layer's :class:`RowState`.
-_STATE = (
-    Arg("slot_pages", _I32, "NR C", written=True),
-    Arg("lru_order", _I32, "NR C", written=True),
-    Arg("device_pages", _I32, "NR C"),
-    Arg("page_slots", _I32, "NR _", optional=True, written=True),
-)
+def tables(rows: str, *, pages_move: bool) -> tuple[Arg, ...]:
+    """A :class:`RowState` of ``rows``, "NR" or "L NR"; whether rows get other device pages."""
+    return (
+        Arg("slot_pages", _I32, f"{rows} C", written=True),
+        Arg("lru_order", _I32, f"{rows} C", written=True),
+        Arg("device_pages", _I32, f"{rows} C", written=pages_move),
+        Arg("page_slots", _I32, f"{rows} _", optional=True, written=True),
+    )
 
 
 def _rows_share_tables(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -149,6 +150,11 @@ def _scratch(state: RowState, rows: Tensor, width: int) -> Tensor:
     """``[R, bytes] uint8``; no bytes where shared memory is enough."""
     num_bytes = call_cuda("lru_diff_scratch_bytes", state.slot_pages, width)
     return rows.new_empty((rows.shape[0], num_bytes), dtype=torch.uint8)
+
+
+def _diff_on_cuda(call: Callable[..., Any], selection: Tensor, *tensors: Any) -> Any:
+    *_, state, rows, _ = tensors
+    return call(selection, *tensors, _scratch(state, rows, selection.shape[1]))
 
 
 def with_dense_requests(
@@ -188,9 +194,8 @@ def _tables_on_cpu(
     """A row that lacks a page keeps its length: attention refuses the -1."""
     # C++ takes `dense` by row.
     selection, lengths, dense = with_dense_requests(selection, lengths, rows, width)
-    return call(
-        selection, lengths, *rows[:7], dense, rows.malformed, *state, page_size, tail_below, width
-    )
+    rows = rows._replace(dense=dense)
+    return call(selection, lengths, rows, state, page_size, tail_below, width)
 
 
 LRU_DIFF = Operation(
@@ -200,7 +205,7 @@ LRU_DIFF = Operation(
     Arg("host_page_table", _I32, "T Pmax"),
     Arg("capacity", _I32, "R"),
     Arg("num_real_rows", _I32, "1"),
-    *_STATE,
+    *tables("NR", pages_move=False),
     Arg("rows", _I64, "R"),
     Arg("num_pages", _I32, "T", optional=True),
     results=(
@@ -210,19 +215,8 @@ LRU_DIFF = Operation(
         Result("num_hits", _I32, "R"),
         Result("num_misses", _I32, "R"),
     ),
-    cpu=lambda call, selection, table, capacity, num_real_rows, state, rows, num_pages: call(
-        selection, table, capacity, num_real_rows, *state, rows, num_pages
-    ),
-    cuda=lambda call, selection, table, capacity, num_real_rows, state, rows, num_pages: call(
-        selection,
-        table,
-        capacity,
-        num_real_rows,
-        *state,
-        rows,
-        num_pages,
-        _scratch(state, rows, selection.shape[1]),
-    ),
+    cpu=True,
+    cuda=_diff_on_cuda,
     also=_rows_share_tables,
 )
 DIFF_TABLES = Operation(
@@ -239,7 +233,7 @@ DIFF_TABLES = Operation(
     Arg("tail_lens", _I32, "R"),
     Arg("dense", torch.bool, "T", optional=True),
     Arg("malformed", _I64, "1", optional=True, written=True),
-    *_STATE,
+    *tables("NR", pages_move=False),
     results=(
         Result("attended", _I32, "R K+1"),
         Result("seq_lens", _I32, "R"),
@@ -254,8 +248,8 @@ DIFF_TABLES = Operation(
     cuda=lambda call, selection, lengths, rows, state, page_size, width, tail_below: call(
         selection,
         lengths,
-        *rows,
-        *state,
+        rows,
+        state,
         _scratch(state, rows.rows, width),
         page_size,
         tail_below,
@@ -298,11 +292,6 @@ def lru_diff(
             stands twice.
         num_pages: ``[T] int32``, pages of each request; a row that selects others cannot be
             served. None: Pmax for each.
-        impl: "auto", or an implementation's name.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device, or there is no such
-            implementation.
     """
     if rows is None:
         count, held = len(selection), len(state.slot_pages)
@@ -328,7 +317,7 @@ def diff_tables(
     """:func:`hisparse.kernels.lru_diff`, and the device pages to attend and to load.
 
     On a GPU, a row whose selection cannot be served, or lacks a page at one of the first
-    ``lengths`` entries, attends its tail page alone. On a CPU the first is an error here, and the
+    ``lengths`` entries, attends only its tail page. On a CPU the first is an error here, and the
     second one in attention.
 
     Args:
@@ -340,10 +329,9 @@ def diff_tables(
         width: K, entries of the results, at least n; None: n. Dense requests have at most K pages.
         tail_below: the tail page is attended only beside fewer pages than this, and in dense
             requests; None: always.
-        impl: "auto", or an implementation's name.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device, or, on a CPU, a row cannot be
+        KernelError: or, on a CPU, a row cannot be
             served.
     """
     run = DIFF_TABLES(impl, selection, lengths, *rows, *state, values=(width,))

@@ -1,7 +1,5 @@
 """LRU bookkeeping in plain PyTorch: the oracle that the other implementations equal bitwise."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

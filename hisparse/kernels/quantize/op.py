@@ -9,10 +9,8 @@ channels. A row holds the codes of the latent in e4m3, a float32 scale for each 
 and the rotary channels in bfloat16.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +77,7 @@ class LatentRow(NamedTuple):
 
     Attributes:
         rank: channels of the latent, which is the value.
-        rope: rotary channels, which belong to the key alone.
+        rope: rotary channels, which only the key has.
     """
 
     rank: int
@@ -111,6 +109,11 @@ class LatentRow(NamedTuple):
         return self.scales_at + 4 * self.num_tiles
 
     @property
+    def places(self) -> tuple[int, int, int, int]:
+        """Rank, tile, and where scales and rotary channels begin: what C++ takes."""
+        return self.rank, self.tile, self.scales_at, self.rope_at
+
+    @property
     def end(self) -> int:
         """Byte after the rotary channels."""
         return self.rope_at + 2 * self.rope
@@ -140,11 +143,38 @@ def _pages_exist(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
         raise KernelError("pages: got none, expected at least one")
 
 
+def _quantize_on_cpu(
+    call: Callable[..., Any], k: Tensor, v: Tensor, dtype: torch.dtype
+) -> StoredKV:
+    codes = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
+    scales = torch.empty((*k.shape[:-1], 2), dtype=torch.uint8, device=k.device)
+    # [..., H, D] -> [T, H, D], a view, or a copy if strides do not allow one.
+    call(*(x.reshape(-1, *x.shape[-2:]) for x in (k, v, *codes, scales)))
+    return StoredKV(codes[0], codes[1], scales)
+
+
+def _encode_on_cpu(call: Callable[..., Any], latents: Tensor, row: LatentRow) -> Tensor:
+    rows = latents.new_empty(*latents.shape[:-1], row.num_bytes, dtype=torch.uint8)
+    call(latents.reshape(-1, row.width), rows.view(-1, row.num_bytes), *row.places)
+    return rows
+
+
+def _decode_on_cpu(
+    call: Callable[..., Any], pages: Tensor, table: Tensor, out: Tensor, row: LatentRow
+) -> None:
+    """C++ does not write float16."""
+    if out.dtype == torch.float16:
+        DECODE_LATENTS.function("reference")(pages, table, out, row)
+    else:
+        call(pages, table, out, *row.places)
+
+
 QUANTIZE = Operation(
     __name__,
     "quantize",
     Arg("k", FLOATS, "*T Dk"),
     Arg("v", "k", "*T Dv"),
+    cpu=_quantize_on_cpu,
 )
 DEQUANTIZE = Operation(
     __name__,
@@ -160,6 +190,7 @@ ENCODE_LATENTS = Operation(
     "encode_latents",
     Arg("latents", FLOATS, "*T width"),
     values=("width",),
+    cpu=_encode_on_cpu,
 )
 DECODE_LATENTS = Operation(
     __name__,
@@ -168,6 +199,7 @@ DECODE_LATENTS = Operation(
     Arg("table", torch.int32, "n", layout="all"),
     Arg("out", FLOATS, "n S width", written=True),
     values=("width", "bytes"),
+    cpu=_decode_on_cpu,
     also=_pages_exist,
 )
 
@@ -182,13 +214,9 @@ def quantize(k: Tensor, v: Tensor, dtype: torch.dtype, *, impl: str = "auto") ->
         k: ``[..., Dk]`` float32, bfloat16 or float16.
         v: ``[..., Dv]``, other dimensions and dtype as ``k``.
         dtype: one of ``QUANTIZED``.
-        impl: "auto", or an implementation's name.
 
     Returns:
         K and V in ``dtype``, contiguous, and their scales.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     if dtype not in QUANTIZED:
         raise KernelError(f"dtype: got {dtype}, expected one of {', '.join(map(str, QUANTIZED))}")
@@ -202,10 +230,6 @@ def dequantize(stored: StoredKV, out: tuple[Tensor, Tensor], *, impl: str = "aut
     Args:
         stored: keys, values and scales, any strides.
         out: K and V, ``[..., D]`` as in ``stored``, float32, bfloat16 or float16. Written to.
-        impl: "auto", or an implementation's name.
-
-    Raises:
-        KernelError: a tensor has another shape or dtype.
     """
     if stored.scales is None:
         raise KernelError(
@@ -222,13 +246,9 @@ def encode_latents(latents: Tensor, row: LatentRow, *, impl: str = "auto") -> Te
     Args:
         latents: ``[..., rank + rope]`` float32, bfloat16 or float16.
         row: the order of the bytes.
-        impl: "auto", or an implementation's name.
 
     Returns:
         ``[..., num_bytes] uint8``, contiguous.
-
-    Raises:
-        KernelError: the latents have another shape or dtype.
     """
     rows: Tensor = ENCODE_LATENTS(impl, latents, values=(row.width,))(latents, row)
     return rows
@@ -244,10 +264,6 @@ def decode_latents(
         table: ``[n] int32``, pages to decode; where it is -1, ``out`` gets any numbers.
         row: the order of the bytes.
         out: ``[n, S, rank + rope]`` float32, bfloat16 or float16, contiguous. Written to.
-        impl: "auto", or an implementation's name.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     run = DECODE_LATENTS(impl, pages, table, out, values=(row.width, row.num_bytes))
     run(pages, table, out, row)

@@ -3,8 +3,6 @@
 A launch serves the keys of a step and another one its values; pages of latents are decoded in one.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -23,55 +21,31 @@ _DECODED = 4096
 
 
 class _QuantizeConstants(NamedTuple):
-    """What the kernel that encodes is compiled for.
+    """What the kernel that encodes is compiled for, beside a dtype's ``ScaleRule``."""
 
-    Attributes:
-        carry, exponent, least_scale, largest_half: of the dtype, see ``RULES``.
-        width: D, of a vector.
-        width_block: the same, rounded up to a power of two.
-        vectors: of a program.
-    """
-
-    carry: int
-    exponent: int
-    least_scale: int
-    largest_half: float
-    width: int
-    width_block: int
-    vectors: int
+    width: int  # D, of a vector
+    width_block: int  # the same, rounded up to a power of two
+    vectors: int  # of a program
 
 
 class _DecodeConstants(NamedTuple):
-    """What the kernel that decodes latents is compiled for.
+    """What the kernel that decodes latents is compiled for."""
 
-    Attributes:
-        rank: of a latent, its first numbers.
-        rank_block: the same, rounded up to a power of two.
-        tile: numbers that share a scale.
-        rope: numbers after the rank, in bfloat16.
-        rope_block: the same, rounded up to a power of two.
-        scales_at: offset of a row's scales, in bytes.
-        rope_at: offset of its numbers in bfloat16, in bytes.
-        size: S, tokens of a page.
-        tokens: of a program.
-    """
-
-    rank: int
-    rank_block: int
-    tile: int
-    rope: int
-    rope_block: int
-    scales_at: int
-    rope_at: int
-    size: int
-    tokens: int
+    rank: int  # of a latent, its first numbers
+    rank_block: int  # the same, rounded up to a power of two
+    tile: int  # numbers that share a scale
+    rope: int  # numbers after the rank, in bfloat16
+    rope_block: int  # the same, rounded up to a power of two
+    scales_at: int  # offset of a row's scales, in bytes
+    rope_at: int  # offset of its numbers in bfloat16, in bytes
+    size: int  # S, tokens of a page
+    tokens: int  # of a program
 
 
 def quantize(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredKV:
     """See :func:`hisparse.kernels.quantize`."""
     scales = torch.empty((*k.shape[:-1], 2), dtype=torch.uint8, device=k.device)
     codes = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
-    rule = RULES[dtype]
     for which, (x, to) in enumerate(zip((k, v), codes, strict=True)):
         vectors = x.reshape(-1, *x.shape[-2:])
         vectors = vectors if vectors.stride(-1) == 1 else vectors.contiguous()
@@ -87,15 +61,8 @@ def quantize(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredKV:
             scales,
             (vectors.shape[1], count),
             which,
-            _QuantizeConstants(
-                carry=rule.carry,
-                exponent=rule.exponent,
-                least_scale=rule.least_scale,
-                largest_half=rule.largest_half,
-                width=width,
-                width_block=block,
-                vectors=step,
-            ),
+            RULES[dtype],
+            _QuantizeConstants(width=width, width_block=block, vectors=step),
         )
     return StoredKV(codes[0], codes[1], scales)
 
@@ -131,6 +98,7 @@ def _quantize_kernel(
     scales,  # [T, H, 2]
     shape,  # H, and T * H
     which,  # of the two scales
+    rule: tl.constexpr,
     const: tl.constexpr,
 ):
     data, stride_token, stride_head = vectors
@@ -142,12 +110,12 @@ def _quantize_kernel(
     x = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0).to(tl.float32)
     if data.dtype.element_ty == tl.float16:
         # Not tl.clamp, which would not keep NaN.
-        x = tl.where(x < -const.largest_half, -const.largest_half, x)
-        x = tl.where(x > const.largest_half, const.largest_half, x)
+        x = tl.where(x < -rule.largest_half, -rule.largest_half, x)
+        x = tl.where(x > rule.largest_half, rule.largest_half, x)
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     # See op.py. A GPU makes NaN with the largest fraction, to which nothing can be added.
     largest = tl.minimum(largest, 0x7F800000)
-    scale = tl.maximum(((largest + const.carry) >> 23) - const.exponent, const.least_scale)
+    scale = tl.maximum(((largest + rule.carry) >> 23) - rule.exponent, rule.least_scale)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     place = codes + vector * const.width
     x *= inverse[:, None]

@@ -1,7 +1,5 @@
 """Changes to rows outside ``lru_diff``: for capacity, reuse and full tail pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg, check_all
-from hisparse.kernels.lru.op import RowState
+from hisparse.kernels.lru.op import RowState, tables
 from hisparse.kernels.operation import Operation
 
 __all__ = [
@@ -44,15 +42,6 @@ class TailPools(NamedTuple):
 _NO_POOLS = TailPools()
 
 
-def _tables(shape: str) -> tuple[Arg, ...]:
-    """A :class:`RowState`, of one layer or of all."""
-    names = ("slot_pages", "lru_order", "device_pages")
-    return (
-        *(Arg(name, _I32, f"{shape} C", written=True) for name in names),
-        Arg("page_slots", _I32, f"{shape} _", optional=True, written=True),
-    )
-
-
 def _rows_have_requests(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     rows, requests = sizes["R"], sizes["T"]
     if (rows % requests if requests else rows) != 0:
@@ -71,7 +60,7 @@ def _promote_on_cpu(call: Callable[..., Any], *tensors: Any) -> tuple[Tensor, ..
     """PyTorch copies the pages."""
     rows, page_index, filled, capacity, state, tail_pages, pools = tensors
     copies = copy_tails(pools, tail_pages[rows], len(page_index))
-    call(rows, page_index, filled, capacity, *state, tail_pages, None, None)
+    call(rows, page_index, filled, capacity, state, tail_pages, None, None)
     return copies
 
 
@@ -82,7 +71,7 @@ def _promote_on_cuda(call: Callable[..., Any], *tensors: Any) -> tuple[Tensor, .
     shape = (page_index.shape[0], pools.kv_heads)
     given = [pool for pool in pools[:2] if pool is not None]
     copies = tuple(pool.new_empty(*shape, *pool.shape[-2:]) for pool in given)
-    call(*lists, *state, tail_pages, *pools[:2], *(*copies, None, None)[:2])
+    call(*lists, state, tail_pages, pools[:2], (*copies, None, None)[:2])
     return copies
 
 
@@ -94,7 +83,7 @@ def _rebalance_on_cuda(call: Callable[..., Any], *tensors: Any) -> None:
     at_once = min(len(rows), max(REBALANCE_BYTES // row_bytes, 1))
     scratch = capacity.new_empty((at_once, layers, 2, slots))
     plan = capacity.new_full((len(rows), 2), -1)
-    call(rows, new, capacity, *states, *free, scratch, plan)
+    call(rows, new, capacity, states, *free, scratch, plan)
 
 
 PROMOTE_TAIL = Operation(
@@ -104,7 +93,7 @@ PROMOTE_TAIL = Operation(
     Arg("page_index", _I32, "T"),
     Arg("filled", torch.bool, "R"),
     Arg("capacity", _I32, "R"),
-    *_tables("NR"),
+    *tables("NR", pages_move=True),
     Arg("tail_pages", _I32, "NR", written=True),
     Arg("pools.k", None, "_ _ _ _", optional=True, layout="any"),
     Arg("pools.v", None, "_ _ _ _", optional=True, layout="any"),
@@ -118,8 +107,8 @@ RESET_ROWS = Operation(
     "reset_rows",
     Arg("rows", _I64, "M"),
     Arg("capacity", _I32, "NR"),
-    *_tables("L NR"),
-    cuda=lambda call, rows, capacity, states: call(rows, capacity, *states),
+    *tables("L NR", pages_move=False),
+    cuda=True,
 )
 REBALANCE = Operation(
     __name__,
@@ -127,15 +116,19 @@ REBALANCE = Operation(
     Arg("rows", _I64, "M"),
     Arg("new_capacity", _I32, "M"),
     Arg("capacity", _I32, "NR", written=True),
-    *_tables("L NR"),
+    *tables("L NR", pages_move=True),
     Arg("free_pages", _I32, "L _", written=True),
     Arg("num_free", _I32, "L", written=True),
-    cpu=lambda call, rows, new, capacity, states, *free: call(rows, new, capacity, *states, *free),
+    cpu=True,
     cuda=_rebalance_on_cuda,
 )
 
 
-_DROP_PAGES = (Arg("rows", _I64, "M"), Arg("stale", torch.bool, "P"), *_tables("L NR"))
+_DROP_PAGES = (
+    Arg("rows", _I64, "M"),
+    Arg("stale", torch.bool, "P"),
+    *tables("L NR", pages_move=False),
+)
 
 
 def promote_tail(
@@ -161,14 +154,10 @@ def promote_tail(
         state: tables of the layer.
         tail_pages: ``[NR] int32``, device page of each state row's tail.
         pools: device pages whose full tail pages are copied.
-        impl: "auto", or an implementation's name.
 
     Returns:
         copies of the full tail pages, ``[T, Hkv, S, D]`` for each pool; a GPU leaves the entries of
         requests whose tail page is not full uninitialised.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     tensors = (rows, page_index, filled, capacity, *state, tail_pages, pools.k, pools.v)
     run = PROMOTE_TAIL(impl, *tensors, values=(pools.kv_heads,))
@@ -183,10 +172,6 @@ def reset_rows(rows: Tensor, capacity: Tensor, states: RowState, *, impl: str = 
         rows: ``[M] int64``, state rows.
         capacity: ``[NR] int32``.
         states: tables of all layers, ``[L, NR, C]`` each.
-        impl: "auto", or an implementation's name.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     RESET_ROWS(impl, rows, capacity, *states)(rows, capacity, states)
 
@@ -200,9 +185,6 @@ def drop_pages(rows: Tensor, stale: Tensor, states: RowState) -> None:
         rows: ``[M] int64``, state rows, unique.
         stale: ``[P] bool``, the page indices to drop; pages from P on stay.
         states: tables of all layers, ``[L, NR, C]`` each.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     check_all(_DROP_PAGES, (rows, stale, *states), {}, "rows")
     held, order = states.slot_pages[:, rows], states.lru_order[:, rows]
@@ -230,7 +212,7 @@ def rebalance(
     Shrinks come before grows, each in the order of ``rows``. A shrinking row drops its coldest
     slots and pushes their device pages, cold to hot, onto the free stack; a growing row pops its
     new pages one by one. A changed row's slots are renumbered ``0..n-1`` from cold to hot, newly
-    gained empty slots first. A row whose capacity stays is left alone.
+    gained empty slots first. A row that keeps its capacity does not change.
 
     The caller plans on the host, so nothing is read back from the device. A plan that does not fit
     changes less: a row whose new capacity is outside 0 to C stays as it is, and so does the first
@@ -244,10 +226,6 @@ def rebalance(
         states: tables of all layers, ``[L, NR, C]`` each.
         free_pages: ``[L, N] int32``, stack of free device pages: the first ``num_free`` of a layer.
         num_free: ``[L] int32``, the same for every layer; updated.
-        impl: "auto", or an implementation's name.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     run = REBALANCE(impl, rows, new_capacity, capacity, *states, free_pages, num_free)
     if rows.numel():

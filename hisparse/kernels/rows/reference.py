@@ -1,7 +1,5 @@
 """Changes to rows in plain PyTorch: the oracle that the other implementations equal bitwise."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Choosing pages by their scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,11 +69,6 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _or_none(number: float | None) -> float:
-    """What C++ takes for none is a negative number."""
-    return -1.0 if number is None else number
-
-
 def _on_cuda(call: Callable[..., Any], *arguments: Any) -> Any:
     """In one launch where selections have a fixed length; others in Triton and PyTorch.
 
@@ -106,8 +99,8 @@ SELECT = Operation(
         _dense(forced),
         _dense(rest),
         invalid_scores,
-        _or_none(rule.mass),
-        _or_none(rule.within),
+        -1.0 if rule.mass is None else rule.mass,
+        -1.0 if rule.within is None else rule.within,
         rule.drop_last,
         rule.heads,
         rule.max_pages,
@@ -146,14 +139,10 @@ def select(
         rest: ``[B, heads'] float32``, score of the tokens that are attended in any case and are no
             page here, such as the tail page's. They take part in the softmax and in the best
             score. None: there are no such tokens.
-        impl: "auto", or an implementation's name.
 
     Returns:
         ``[B, H, K]`` pages in ascending order. So host reads are sequential, and the order of the
         sum in attention does not depend on the scores.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     tensors = (scores, num_pages, forced, rest, rule.invalid_scores)
     return Selection(*SELECT(impl, *tensors, values=(rule.heads,))(*tensors, rule))

@@ -1,7 +1,5 @@
 """Choosing pages in plain PyTorch: the oracle of the other implementations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Choosing a number of pages that varies with the query, in Triton."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -17,23 +15,14 @@ _SCORES_PER_STEP = 1024
 
 
 class _ShareConstants(NamedTuple):
-    """What the kernel that combines heads is compiled for.
+    """What the kernel that combines heads is compiled for."""
 
-    Attributes:
-        counted: whether there is a counter of invalid scores.
-        selections: of a group, each counted.
-        near: whether heads agree by the distance from their best score.
-        group: heads that share a selection.
-        group_block: the same, rounded up to a power of two.
-        step: pages that are read at once.
-    """
-
-    counted: bool
-    selections: int
-    near: bool
-    group: int
-    group_block: int
-    step: int
+    counted: bool  # whether there is a counter of invalid scores
+    selections: int  # of a group, each counted
+    near: bool  # whether heads agree by the distance from their best score
+    group: int  # heads that share a selection
+    group_block: int  # the same, rounded up to a power of two
+    step: int  # pages that are read at once
 
 
 def select(

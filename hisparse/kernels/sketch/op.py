@@ -1,10 +1,8 @@
 """Sketches and outlines of pages, a few bytes that approximate all keys of a page, and scores."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,13 +148,14 @@ def _sketches_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     if k is None:
         return
     check_scales("tail.kv.scales", k, scales)
-    rows, batch, own = sizes["R"], sizes["B"], k.shape[1]
+    rows, batch, pool_heads = sizes["R"], sizes["B"], k.shape[1]
     heads = rows // batch if batch else 1
-    one_row, row_a_head = heads == 1 and own == kv_heads, heads % kv_heads == 0 and own == 1
+    one_row = heads == 1 and pool_heads == kv_heads
+    row_a_head = heads % kv_heads == 0 and pool_heads == 1
     if rows != heads * batch or not (one_row or row_a_head):
         raise KernelError(
-            f"tail.pages: got {rows} pages of {own} heads, expected {batch} pages of {kv_heads} "
-            f"heads, or a multiple of {batch * kv_heads} pages of one head"
+            f"tail.pages: got {rows} pages of {pool_heads} heads, expected {batch} pages of "
+            f"{kv_heads} heads, or a multiple of {batch * kv_heads} pages of one head"
         )
 
 
@@ -168,12 +167,23 @@ def _outlines_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     check_divides("outlines", sizes["Hkv"], sizes["Hq"])
 
 
+def _tensors_of(tail: TailPages | None) -> tuple[Tensor | None, ...]:
+    return (None,) * 5 if tail is None else (*tail.kv, tail.pages, tail.lens)
+
+
 def _score_on_cpu(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
     """Pages here, tail pages by attention."""
     *tensors, tail, layout, scale = more
     query = scaled_query(query, scale)
-    scores = call(query, *tensors, None, None, None, None, None, *map(int, layout))
+    scores = call(query, *tensors, *_tensors_of(None), *map(int, layout))
     return scores, None if tail is None else tail_lse(query, tail, PAGED_ATTENTION.function("cpu"))
+
+
+def _score_on_cuda(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
+    """Tail pages in the same launch. Rounds q times a detailed channel's scale to 11 bits."""
+    *tensors, tail, layout, scale = more
+    lse = None if tail is None else query.new_empty(query.shape[:2], dtype=torch.float32)
+    return call(query, *tensors, *_tensors_of(tail), lse, *map(int, layout), scale), lse
 
 
 PAGE_SKETCH = Operation(
@@ -195,14 +205,14 @@ SKETCH_SCORE = Operation(
     Arg("host_page_table", _I32, "B P"),
     Arg("num_pages", _I32, "B", layout="all"),
     Arg("tail.kv.k", STORED, "N Hr tail D", optional=True, layout="any"),
+    Arg("tail.kv.v", "tail.kv.k", "N Hr tail _", optional=True, layout="any"),
     Arg("tail.kv.scales", torch.uint8, "N Hr tail 2", optional=True, layout="any"),
     Arg("tail.pages", _I32, "R", optional=True),
     Arg("tail.lens", _I32, "R", optional=True),
-    # Last, since CUDA does not take it.
-    Arg("tail.kv.v", "tail.kv.k", "N Hr tail _", optional=True, layout="any"),
-    results=(Result("scores", "query", "B Hq P"),),
+    results=(Result("scores", torch.float32, "B Hq P"),),
     values=("D", "S", "bytes"),
     cpu=_score_on_cpu,
+    cuda=_score_on_cuda,
     also=_sketches_fit,
 )
 OUTLINE_SCORE = Operation(
@@ -230,7 +240,7 @@ def page_sketch(
 
     Every channel has one value for the page: the mean of its keys or, for the
     ``layout.num_channels`` channels that vary most, the middle of their range. Those channels
-    also have two bits for each token. A page's sketch depends on its keys alone, and all
+    also have two bits for each token. A page's sketch depends only on its keys, and all
     implementations give the same bytes.
 
     Args:
@@ -239,41 +249,12 @@ def page_sketch(
         host_pages: ``[P]`` int32 or int64, entry of ``sketches`` for each page; -1 is skipped,
             and a GPU skips 0 too, the padding page. If an entry stands twice, either page may win.
         layout: of the bytes.
-        impl: "auto", or an implementation's name.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device, or a page is beyond the sketches.
+        KernelError: a page is beyond the sketches.
     """
     run = PAGE_SKETCH(impl, keys, sketches, host_pages, values=_sizes(layout))
     run(keys, sketches, host_pages, layout)
-
-
-@overload
-def sketch_score(
-    query: Tensor,
-    sketches: Tensor,
-    host_page_table: Tensor,
-    num_pages: Tensor,
-    layout: SketchLayout,
-    *,
-    scale: float = 1.0,
-    tail: None = None,
-    impl: str = "auto",
-) -> Tensor: ...
-
-
-@overload
-def sketch_score(
-    query: Tensor,
-    sketches: Tensor,
-    host_page_table: Tensor,
-    num_pages: Tensor,
-    layout: SketchLayout,
-    *,
-    scale: float = 1.0,
-    tail: TailPages,
-    impl: str = "auto",
-) -> tuple[Tensor, Tensor]: ...
 
 
 def sketch_score(
@@ -286,7 +267,7 @@ def sketch_score(
     scale: float = 1.0,
     tail: TailPages | None = None,
     impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """The log of the sum of e^(q.k) over a page's tokens, with k read from the page's sketch.
 
     C++ rounds the query and the scales of the detailed channels to whole numbers of 8 bits. That
@@ -300,22 +281,19 @@ def sketch_score(
         layout: of the bytes.
         scale: multiplies q.k, such as the softmax scale.
         tail: the requests' tail pages. None: their log-sum-exp is not wanted.
-        impl: "auto", or an implementation's name.
 
     Returns:
-        ``[B, Hq, P] float32``, higher is more attention; scores from ``num_pages`` on mean nothing.
-        With ``tail`` also the log-sum-exp of the logits of the tail page's tokens
-        ``[B, Hq] float32``, whose keys are exact.
+        scores ``[B, Hq, P] float32``, higher is more attention; those from ``num_pages`` on mean
+        nothing. And the log-sum-exp of the logits of the tail page's tokens ``[B, Hq] float32``,
+        whose keys are exact; None without ``tail``.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device, or a page is beyond the sketches.
+        KernelError: a page is beyond the sketches.
     """
     tensors = (query, sketches, host_page_table, num_pages)
-    kv = (None, None) if tail is None else (tail.kv.k, tail.kv.scales)
-    tails = (None,) * 3 if tail is None else (tail.pages, tail.lens, tail.kv.v)
-    run = SKETCH_SCORE(impl, *tensors, *kv, *tails, values=_sizes(layout))
+    run = SKETCH_SCORE(impl, *tensors, *_tensors_of(tail), values=_sizes(layout))
     scores, lse = run(*tensors, tail, layout, scale)
-    return scores if tail is None else (scores, lse)
+    return scores, lse
 
 
 def outline_score(
@@ -333,13 +311,12 @@ def outline_score(
         outlines: ``[host pages, Hkv, bytes] uint8``, see :func:`outline_bytes`.
         host_page_table: ``[B, P] int32``.
         num_pages: ``[B] int32``, pages of each request.
-        impl: "auto", or an implementation's name.
 
     Returns:
         ``[B, Hq, P] float32``; scores from ``num_pages`` on mean nothing.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device, or a page is beyond the outlines.
+        KernelError: a page is beyond the outlines.
     """
     tensors = (query, outlines, host_page_table, num_pages)
     scores: Tensor = OUTLINE_SCORE(impl, *tensors)(*tensors)
@@ -352,7 +329,17 @@ def tail_lse(
     attend: Callable[..., tuple[Tensor, ...]],
     rule: AttentionRule = UNSCALED,
 ) -> Tensor:
-    """Log-sum-exp of the tail pages' logits, ``[B, Hq]``, by an implementation of attention."""
+    """Log-sum-exp of the logits of tail pages, by an implementation of attention.
+
+    Args:
+        query: ``[B, Hq, D]`` float32, bfloat16 or float16; times the scale unless ``rule`` has it.
+        tail: the requests' tail pages.
+        attend: an implementation of :func:`hisparse.kernels.paged_attention`.
+        rule: scale and cap of the logits.
+
+    Returns:
+        ``[B, Hq] float32``, natural logarithm; -inf for an empty page.
+    """
     # Attention over a table of one page. Its output is not wanted, but costs little.
     rows = query.reshape(tail.pages.shape[0], -1, query.shape[-1])
     lse = attend(rows, tail.kv, tail.pages[:, None], tail.lens, rule=rule)[1]

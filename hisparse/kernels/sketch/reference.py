@@ -1,7 +1,5 @@
 """Sketches and outlines of pages in plain PyTorch: the oracle of the other implementations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -35,9 +33,9 @@ def sketch_score(
 ) -> tuple[Tensor, Tensor | None]:
     """See :func:`hisparse.kernels.sketch_score`."""
     query = scaled_query(query, scale)
-    own = sketch_keys(sketches[host_page_table.long()], layout)
-    grouped = query.unflatten(1, (own.shape[2], -1))
-    scores = torch.einsum("bhgd,bphsd->bhgps", grouped, own).logsumexp(-1).flatten(1, 2)
+    page_keys = sketch_keys(sketches[host_page_table.long()], layout)
+    grouped = query.unflatten(1, (page_keys.shape[2], -1))
+    scores = torch.einsum("bhgd,bphsd->bhgps", grouped, page_keys).logsumexp(-1).flatten(1, 2)
     return scores, None if tail is None else tail_lse(query, tail, paged_attention)
 
 
@@ -86,8 +84,7 @@ def outline_values(outlines: Tensor, dim: int) -> Tensor:
     codes, scales = outlines.split([outlines.shape[-1] + -dim // BLOCK, -(-dim // BLOCK)], -1)
     nibbles = torch.cat([codes & 15, codes >> 4], -1)[..., :dim].to(torch.int32)
     signed = (nibbles - 16 * (nibbles > 7)).float()
-    scale = ((scales.to(torch.int32) + SCALE_OFFSET) << 20).view(torch.float32)
-    scale = scale.repeat_interleave(BLOCK, dim=-1)[..., :dim]
+    scale = _scale(scales).repeat_interleave(BLOCK, dim=-1)[..., :dim]
     values: Tensor = 1.4 * signed * (signed.abs() + 6) * scale
     return values
 

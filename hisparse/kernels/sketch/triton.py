@@ -1,7 +1,5 @@
 """Sketches of pages in Triton, the reference's bytes, and scores of outlines."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton
@@ -18,51 +16,29 @@ _OFFSET, _MOST = tl.constexpr(SCALE_OFFSET), tl.constexpr(MOST_SCALE)
 
 
 class _SketchConstants(NamedTuple):
-    """What the kernel that stores sketches is compiled for.
+    """What the kernel that stores sketches is compiled for."""
 
-    Attributes:
-        size: S, tokens of a page.
-        dim: D, width of a key.
-        dim_block: the same, rounded up to a power of two.
-        channels: N, the detailed ones.
-        blocks: bytes of the block scales, and of the mask.
-        code_bytes: bytes of one channel's codes.
-        channels_at: offset of the numbers of the detailed channels.
-        channel_width: bytes of such a number, 0 if there are none.
-        num_bytes: of a sketch.
-    """
-
-    size: int
-    dim: int
-    dim_block: int
-    channels: int
-    blocks: int
-    code_bytes: int
-    channels_at: int
-    channel_width: int
-    num_bytes: int
+    size: int  # S, tokens of a page
+    dim: int  # D, width of a key
+    dim_block: int  # the same, rounded up to a power of two
+    channels: int  # N, the detailed ones
+    blocks: int  # bytes of the block scales, and of the mask
+    code_bytes: int  # bytes of one channel's codes
+    channels_at: int  # offset of the numbers of the detailed channels
+    channel_width: int  # bytes of each number, 0 if there are none
+    num_bytes: int  # of a sketch
 
 
 class _OutlineConstants(NamedTuple):
-    """What the kernel that scores outlines is compiled for.
+    """What the kernel that scores outlines is compiled for."""
 
-    Attributes:
-        group: query heads of a KV head.
-        queries: of them that a program serves.
-        parts: programs that share a group.
-        pages: that a program scores.
-        dim: D, width of a key.
-        channels: that are multiplied at once.
-        half: channels of a byte's low bits.
-    """
-
-    group: int
-    queries: int
-    parts: int
-    pages: int
-    dim: int
-    channels: int
-    half: int
+    group: int  # query heads of a KV head
+    queries: int  # of them that a program serves
+    parts: int  # programs that share a group
+    pages: int  # that a program scores
+    dim: int  # D, width of a key
+    channels: int  # that are multiplied at once
+    half: int  # channels of a byte's low bits
 
 
 def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:

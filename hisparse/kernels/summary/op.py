@@ -1,7 +1,5 @@
 """Channel-wise ranges of the keys of pages, and scores by them (Quest)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,11 +86,9 @@ def page_summary(
             a GPU skips 0 too, the padding page. If an entry stands twice, either page may win.
         scales: ``[host pages, ranges, Hkv] float32``, contiguous, factors of the summaries. Written
             to. float8_e4m3fn needs them, the other dtypes have none.
-        impl: "auto", or an implementation's name.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device, the scales are not contiguous, or
-            a page is beyond the summaries.
+        KernelError: the scales are not contiguous, or a page is beyond the summaries.
     """
     run = PAGE_SUMMARY(impl, keys, summaries, host_pages, scales)
     if scales is not None:
@@ -123,13 +119,9 @@ def page_score(
         num_pages: ``[B] int32``, pages of each request.
         scales: ``[host pages, ranges, Hkv] float32``, positive factors of the summaries. None: 1.
         scale: multiplies the scores; positive, such as the softmax scale.
-        impl: "auto", or an implementation's name.
 
     Returns:
         ``[B, Hq, P] float32``, higher is more critical; scores from ``num_pages`` on mean nothing.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     tensors = (query, summaries, host_page_table, num_pages, scales)
     scores: Tensor = PAGE_SCORE(impl, *tensors)(*tensors, scale)

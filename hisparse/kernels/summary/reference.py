@@ -1,7 +1,5 @@
 """Ranges of keys, and scores by them, in plain PyTorch: the oracle of all implementations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -18,8 +16,8 @@ def page_summary(
 ) -> None:
     """See :func:`hisparse.kernels.page_summary`."""
     entry, page = stored_pages(host_pages)
-    own = keys[entry].unflatten(1, (summaries.shape[1], -1)).float()
-    high, low = own.amax(dim=2), own.amin(dim=2)
+    page_keys = keys[entry].unflatten(1, (summaries.shape[1], -1)).float()
+    high, low = page_keys.amax(dim=2), page_keys.amin(dim=2)
     if scales is not None:
         high, low, scales[page] = _scaled_to_fp8(high, low)
     high = round_outward(high, summaries.dtype, up=True)
@@ -52,12 +50,12 @@ def page_score(
     """See :func:`hisparse.kernels.page_score`."""
     query = scaled_query(query, scale)
     pages, (ranges, kv_heads) = host_page_table.long(), summaries.shape[1:3]
-    own = summaries[pages].flatten(1, 2).to(query.dtype)  # [B, P * ranges, Hkv, 2D]
+    gathered = summaries[pages].flatten(1, 2).to(query.dtype)  # [B, P * ranges, Hkv, 2D]
     if scales is not None:
-        own = own * scales[pages].flatten(1, 2)[..., None]
+        gathered = gathered * scales[pages].flatten(1, 2)[..., None]
     signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
     signed = signed.unflatten(1, (kv_heads, -1))
-    bounds = (signed @ own.permute(0, 2, 3, 1)).flatten(1, 2)
+    bounds = (signed @ gathered.permute(0, 2, 3, 1)).flatten(1, 2)
     scores: Tensor = bounds.unflatten(-1, (-1, ranges)).amax(-1)
     return scores
 
@@ -69,12 +67,16 @@ def _scaled_to_fp8(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         maxima, minima and the powers ``[...] float32``, 2^-100 to 2^100.
     """
     largest = torch.maximum(high.abs(), low.abs()).amax(-1, keepdim=True)
-    exponent = (((largest.view(torch.int32) + _CARRY) >> 23) - 8).clamp_(27, 227)
     # Dividing by a power of two is exact.
-    scale = (exponent << 23).view(torch.float32)
+    scale = (exponent_within_448(largest).clamp_(27, 227) << 23).view(torch.float32)
     high, low = high / scale, low / scale
     high, low = _outside_subnormals(high, low), -_outside_subnormals(-low, -high)
     return high, low, scale[..., 0]
+
+
+def exponent_within_448(largest: Tensor) -> Tensor:
+    """Biased exponents ``int32`` of the least powers of two over which float32 is within +-448."""
+    return ((largest.view(torch.int32) + _CARRY) >> 23) - 8
 
 
 def _outside_subnormals(high: Tensor, low: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Summaries of pages, and scores by them, in Triton."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -26,51 +24,29 @@ _MIN_QUERIES = 8
 
 
 class _ScoreConstants(NamedTuple):
-    """What a kernel that scores is compiled for.
+    """What a kernel that scores is compiled for."""
 
-    Attributes:
-        group: query heads of a KV head.
-        queries: of them that a program serves.
-        pages: that a program scores.
-        ranges: of a page.
-        dim: D, width of a key.
-        columns: of a summary that are multiplied at once, a power of two.
-        parts: numbers that a query's number is split into, see :func:`num_parts`.
-        fp8: whether summaries are float8_e4m3fn.
-        as_bytes: whether these are converted in registers.
-        scaled: whether they have scales.
-    """
-
-    group: int
-    queries: int
-    pages: int
-    ranges: int
-    dim: int
-    columns: int
-    parts: int
-    fp8: bool
-    as_bytes: bool
-    scaled: bool
+    group: int  # query heads of a KV head
+    queries: int  # of them that a program serves
+    pages: int  # that a program scores
+    ranges: int  # of a page
+    dim: int  # D, width of a key
+    columns: int  # of a summary that are multiplied at once, a power of two
+    parts: int  # numbers that a query's number is split into, see :func:`num_parts`
+    fp8: bool  # whether summaries are float8_e4m3fn
+    as_bytes: bool  # whether these are converted in registers
+    scaled: bool  # whether they have scales
 
 
 class _SummaryConstants(NamedTuple):
-    """What the kernel that stores summaries is compiled for.
+    """What the kernel that stores summaries is compiled for."""
 
-    Attributes:
-        ranges: of a page.
-        size: tokens of a range.
-        dim: D, width of a key.
-        dim_block: the same, rounded up to a power of two.
-        narrow: whether summaries are bfloat16.
-        fp8: whether they are float8_e4m3fn.
-    """
-
-    ranges: int
-    size: int
-    dim: int
-    dim_block: int
-    narrow: bool
-    fp8: bool
+    ranges: int  # of a page
+    size: int  # tokens of a range
+    dim: int  # D, width of a key
+    dim_block: int  # the same, rounded up to a power of two
+    narrow: bool  # whether summaries are bfloat16
+    fp8: bool  # whether they are float8_e4m3fn
 
 
 def page_score(

@@ -5,8 +5,6 @@ call moves the same pages or tokens in every layer. Where V is a view of K, as w
 values are the first columns of its keys, only K is moved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg
+from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.operation import Operation
 from hisparse.types import PagedKV
 
@@ -23,6 +22,18 @@ __all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens", "
 
 _I32, _I64 = torch.int32, torch.int64
 _LISTS = ("cpu", "src.k", "dst.k")
+#: K and V that an implementation moves; None for V that is a view of K.
+MovedKV = tuple[Tensor, Tensor | None]
+
+#: Page-locked memory is registered with CUDA in pieces that end at multiples of this address. CUDA
+#: may refuse a copy from two registrations, so the copy engine never gets one. Drivers refuse a
+#: registration of 512 GiB or more.
+PIECE_BYTES = 64 * 2**30
+
+#: Bytes that one call of the copy engine should move, on average, to be worth its fixed cost.
+#: Still an estimate: some microseconds a call at 55 GB/s against 37 GB/s by kernel. The kernel has
+#: reached 46.8 GB/s since; ``make gpu-check`` times the copy engine.
+MIN_COPY_BYTES = 256 * 1024
 
 
 def _heads_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -48,11 +59,63 @@ def _tail_slots_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> Non
         raise KernelError(f"device.k: got shape {list(shape)}, expected {expected}")
 
 
-def _append_on_cpu(call: Callable[..., Any], *tensors: Any) -> None:
-    host_k, host_v, k, v, host_slots, device_k, device_v, tail_slots = tensors
-    SCATTER_TOKENS.on_cpu(host_k, host_v, k, v, host_slots)
-    k, v = row_tokens(k, v, tail_slots.shape[0])
-    SCATTER_TOKENS.on_cpu(device_k, device_v, k, v, tail_slots)
+def _append_on_cpu(
+    call: Callable[..., Any],
+    host: MovedKV,
+    tokens: MovedKV,
+    host_slots: Tensor,
+    device: MovedKV,
+    tail_slots: Tensor,
+) -> None:
+    SCATTER_TOKENS.on_cpu(host, tokens, host_slots)
+    SCATTER_TOKENS.on_cpu(device, row_tokens(tokens, tail_slots.shape[0]), tail_slots)
+
+
+def _gather_on_cuda(
+    call: Callable[..., Any],
+    src: MovedKV,
+    src_pages: Tensor,
+    dst: MovedKV,
+    dst_pages: Tensor,
+    heads: int,
+) -> None:
+    """Copies pages by kernel, or by the copy engine where the lists are on the CPU.
+
+    The kernel reads pinned host memory in place and skips a page that a pool does not have. The
+    copy engine gets pages that are long enough runs.
+    """
+    device = cuda_device(src[0], dst[0])
+    listed = device.type == "cuda" and "cpu" in (src_pages.device.type, dst_pages.device.type)
+    if listed and copy_pages(src, src_pages.cpu(), dst, dst_pages.cpu(), heads):
+        return
+    call(src, upload(src_pages, device), dst, upload(dst_pages, device), heads)
+
+
+def copy_pages(
+    src: MovedKV,
+    src_pages: Tensor,
+    dst: MovedKV,
+    dst_pages: Tensor,
+    heads: int,
+    limits: tuple[int, int] = (MIN_COPY_BYTES, PIECE_BYTES),
+) -> bool:
+    """``gather_pages`` by the copy engine: pages that follow each other go in one call.
+
+    Args:
+        src, dst, heads: as ``gather_pages``; without values only keys are moved.
+        src_pages: ``[R, K] int32`` on the CPU.
+        dst_pages: ``[R, K] int32`` on the CPU.
+        limits: bytes that a call has to move on average, else nothing is copied; and no call reads
+            or writes on both sides of a multiple of the second number.
+
+    Returns:
+        Whether the pages are being copied.
+
+    Raises:
+        KernelError: as ``gather_pages``, and for a page that a pool does not have.
+    """
+    tensors = GATHER_PAGES.native((*src, src_pages, *dst, dst_pages))
+    return bool(call_cuda("copy_pages", *tensors, heads, *limits))
 
 
 GATHER_PAGES = Operation(
@@ -65,6 +128,7 @@ GATHER_PAGES = Operation(
     Arg("dst.v", "src.v", "?L Pd Hd S Dv", on=("dst.k",), written=True),
     Arg("dst_pages", _I32, "R K", on=_LISTS),
     cpu=True,
+    cuda=_gather_on_cuda,
     also=_heads_fit,
 )
 SCATTER_TOKENS = Operation(
@@ -76,8 +140,8 @@ SCATTER_TOKENS = Operation(
     Arg("v", "dst.v", "?L T H Dv", on=("k",), layout="any"),
     Arg("slots", _I64, "T", on=("cpu", "k", "dst.k")),
     cpu=True,
-    cuda=lambda call, dst_k, dst_v, k, v, slots: call(
-        dst_k, dst_v, k, v, upload(slots, cuda_device(k, dst_k))
+    cuda=lambda call, dst, tokens, slots: call(
+        dst, tokens, upload(slots, cuda_device(tokens[0], dst[0]))
     ),
 )
 APPEND_TOKENS = Operation(
@@ -102,7 +166,7 @@ GATHER_TOKENS = Operation(
     Arg("src.v", None, "?L P H S Dv", on=("src.k",), layout="any"),
     Arg("slots", _I64, "T", on=()),
     cpu=True,
-    cuda=lambda call, src_k, src_v, slots, k, v: call(src_k, src_v, upload(slots, k.device), k, v),
+    cuda=lambda call, src, slots, tokens: call(src, upload(slots, tokens[0].device), tokens),
 )
 
 
@@ -124,17 +188,16 @@ def gather_pages(
             Hs, or 1: then row r gets head ``r % heads * Hs // heads``.
         dst_pages: ``[R, K] int32``, on the CPU or on the device of a pool; no page twice.
         heads: rows per request.
-        impl: "auto", or an implementation's name.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device, or ``heads`` is not positive.
+        KernelError: ``heads`` is not positive; on CUDA, a pool has odd row widths or a strided
+            last dimension, or is unpinned host memory.
     """
     run = GATHER_PAGES(impl, *src, src_pages, *dst, dst_pages)
     if heads < 1:
         raise KernelError(f"heads: got {heads}, expected 1 or more")
-    shared = _shares_memory(src) and _shares_memory(dst)
-    src_v, dst_v = (None, None) if shared else (src.v, dst.v)
-    run(src.k, src_v, src_pages, dst.k, dst_v, dst_pages, heads)
+    moved = _moved(src, dst)
+    run(moved(src), src_pages, moved(dst), dst_pages, heads)
 
 
 def scatter_tokens(
@@ -149,14 +212,10 @@ def scatter_tokens(
         dst: ``[P, H, S, D]`` or ``[L, P, H, S, D]`` pages, any strides. Written to.
         slots: ``[T] int64``, 0 or more; if a slot stands twice, either token may win. On the CPU,
             or on the device of ``k`` or ``dst``.
-        impl: "auto", or an implementation's name.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     run = SCATTER_TOKENS(impl, *dst, k, v, slots)
-    new_v, dst_v = (None, None) if _shares_memory(dst) else (v, dst.v)
-    run(dst.k, dst_v, k, new_v, slots)
+    moved = _moved(dst)
+    run(moved(dst), moved((k, v)), slots)
 
 
 def append_tokens(
@@ -179,17 +238,10 @@ def append_tokens(
         device: ``[N, Hr, S, D]`` pages, any strides. Written to. Hr is H, or 1: then row r of R
             gets head ``r % (R // T) * H // (R // T)``.
         tail_slots: ``[R] int64``, as ``host_slots``; no slot twice.
-        impl: "auto", or an implementation's name.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     run = APPEND_TOKENS(impl, *host, k, v, host_slots, *device, tail_slots)
-    values: tuple[Tensor | None, ...] = (v, host.v, device.v)
-    if _shares_memory(host) and _shares_memory(device):
-        values = (None, None, None)
-    new_v, host_v, device_v = values
-    run(host.k, host_v, k, new_v, host_slots, device.k, device_v, tail_slots)
+    moved = _moved(host, device)
+    run(moved(host), moved((k, v)), host_slots, moved(device), tail_slots)
 
 
 def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
@@ -198,20 +250,15 @@ def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[T
     Args:
         src: ``[P, H, S, D]`` or ``[L, P, H, S, D]`` pages, any strides.
         slots: ``[T] int64``, 0 or more.
-        impl: "auto", or an implementation's name.
 
     Returns:
         K ``[T, H, Dk]`` and V ``[T, H, Dv]``, or ``[L, T, H, D]``, on the pages' device or that of
         ``slots``; V is a view of K where ``src.v`` is a view of ``src.k``.
-
-    Raises:
-        KernelError: a tensor has another shape, dtype or device.
     """
     run = GATHER_TOKENS(impl, *src, slots)
-    k, src_v, v = new_tokens(src.k, slots), None, None
-    if not _shares_memory(src):
-        src_v, v = src.v, new_tokens(src.v, slots)
-    run(src.k, src_v, slots, k, v)
+    moved = _moved(src)(src)
+    k, v = new_tokens(src.k, slots), None if moved[1] is None else new_tokens(src.v, slots)
+    run(moved, slots, (k, v))
     return k, k[..., : src.v.shape[-1]] if v is None else v
 
 
@@ -237,16 +284,19 @@ def upload(
     return tensor.to(device)
 
 
-def _shares_memory(kv: PagedKV) -> bool:
-    """Whether V is a view of K's first columns."""
-    return kv.v.data_ptr() == kv.k.data_ptr() and kv.v.shape[-1] <= kv.k.shape[-1]
+def _moved(*pools: PagedKV) -> Callable[[tuple[Tensor, Tensor]], MovedKV]:
+    """What to move of K and V: only K if V is a view of K's first columns in all of the pools."""
+    if all(v.data_ptr() == k.data_ptr() and v.shape[-1] <= k.shape[-1] for k, v in pools):
+        return lambda kv: (kv[0], None)
+    return lambda kv: kv
 
 
-def row_tokens(k: Tensor, v: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor | None]:
+def row_tokens(tokens: MovedKV, num_rows: int) -> MovedKV:
     """``[T, Hkv, D]`` -> ``[R, 1, D]``, the KV head of each row; with one row a request, as is."""
+    k, v = tokens
     heads = num_rows // max(len(k), 1)
     if heads <= 1:
-        return k, v
+        return tokens
     copies = heads // k.shape[1]
 
     def each(x: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def in_all_orders(call: Callable[[], Any], written: Iterable[Tensor]) -> Any:
 
 def in_orders(operation: Operation) -> Callable[..., Any]:
     """The operation's CUDA function under all orders. Triton does not run on fibers."""
-    function = operation.own("cuda")
+    function = operation.lookup("cuda")
     if function is None:
         return operation.function("reference")
 

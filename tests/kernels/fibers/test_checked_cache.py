@@ -18,7 +18,7 @@ from tests.kernels.world import indexed
 def served_by_cuda(fibers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bookkeeping, selection and transfers by CUDA's sources, arithmetic by the CPU's."""
     for operation in OPERATIONS.values():
-        if (compiled := operation.own("cuda")) is not None:
+        if (compiled := operation.lookup("cuda")) is not None:
             monkeypatch.setitem(operation.functions, "cpu", compiled)
     monkeypatch.setattr(simulator, "make_policy", lambda *most: make_policy(*most[:-1], "cuda"))
 

@@ -19,7 +19,7 @@ from hisparse.kernels import (
     scatter_tokens,
 )
 from hisparse.kernels.build import cuda as _build_cuda
-from hisparse.kernels.transfer.cuda import PIECE_BYTES, copy_pages
+from hisparse.kernels.transfer.op import PIECE_BYTES, copy_pages
 from hisparse.types import PagedKV
 from tests.kernels.test_transfer import LAYOUTS, assert_same_bytes, pages
 from tests.kernels.world import World, i32, indexed
@@ -180,7 +180,7 @@ def test_the_copy_engine_gives_the_kernel_s_bytes(
     dst, expected = (pages(to, 30, 3 if heads == 1 else 1, 4, (8, 16), fill=5.0) for _ in "ab")
     src_pages = i32([[3, 4, 5, -1, 6, 9], [10, 11, 12, 0, 1, 2], [7, 7, 8, 8, -1, 19]])
     dst_pages = i32([[0, 1, 2, 29, 3, 4], [5, 6, 7, 10, 11, 12], [20, 21, -1, 22, 23, 24]])
-    assert copy_pages(*src, src_pages, *dst, dst_pages, heads, EVERY)
+    assert copy_pages(src, src_pages, dst, dst_pages, heads, EVERY)
     gather_pages(src, src_pages, expected, dst_pages, heads=heads, impl=fibers)
     assert_same_bytes(dst, expected)
 
@@ -204,8 +204,8 @@ def test_a_copy_never_spans_two_pieces_of_page_locked_memory(
     dst, expected = (pages(to, 30, 3 if heads == 1 else 1, 4, (20, 36), fill=5.0) for _ in "ab")
     ids = i32([[3, 4, 5, -1, 6, 9], [10, 11, 12, 0, 1, 2], [7, 8, 13, 14, -1, 19]])
     with pytest.raises(RuntimeError, match="cudaMemcpy(2D)?Async"):
-        copy_pages(*src, ids, *dst, ids, heads, EVERY)
-    assert copy_pages(*src, ids, *dst, ids, heads, (0, small_pieces))
+        copy_pages(src, ids, dst, ids, heads, EVERY)
+    assert copy_pages(src, ids, dst, ids, heads, (0, small_pieces))
     gather_pages(src, ids, expected, ids, heads=heads, impl=fibers)
     assert_same_bytes(dst, expected)
 
@@ -214,10 +214,10 @@ def test_the_copy_engine_is_left_alone_where_calls_are_small(fibers: str) -> Non
     src, dst = (pages("page_head", 9, 1, 4, (8, 8), fill=x) for x in (1.0, 2.0))
     ids, apart = i32([[0, 1, 2, 3]]), i32([[0, 2, 4, 6]])
     whole = 4 * 4 * 8 * 4  # bytes of the four pages, which one call moves
-    assert not copy_pages(*src, ids, *dst, ids, 1, (whole + 1, PIECE_BYTES))
-    assert not copy_pages(*src, apart, *dst, ids, 1, (whole, PIECE_BYTES))
+    assert not copy_pages(src, ids, dst, ids, 1, (whole + 1, PIECE_BYTES))
+    assert not copy_pages(src, apart, dst, ids, 1, (whole, PIECE_BYTES))
     assert (dst.k == 2).all()
-    assert copy_pages(*src, ids, *dst, ids, 1, (whole, PIECE_BYTES))
+    assert copy_pages(src, ids, dst, ids, 1, (whole, PIECE_BYTES))
     assert (dst.k[:4] == 1).all()
     with pytest.raises(KernelError, match="dst_pages: got 9, expected at most 8"):
-        copy_pages(*src, ids, *dst, ids + 6, 1, EVERY)
+        copy_pages(src, ids, dst, ids + 6, 1, EVERY)
