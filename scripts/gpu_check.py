@@ -183,31 +183,23 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "gpu-wheels")
     arguments = parser.parse_args()
     if arguments.part is not None and arguments.part not in PARTS:
-        # In one line: the parser's own would come after its usage.
-        line = f"--part: got {arguments.part!r}, expected one of {', '.join(PARTS)}"
-        print(f"gpu-check: error: {line}", file=sys.stderr)
-        return 2
+        return _refuse(f"--part: got {arguments.part!r}, expected one of {', '.join(PARTS)}")
     if importlib.util.find_spec("torch") is None:
-        print(
-            f"gpu-check: error: {sys.executable} has no PyTorch; expected a Python that has it, "
-            "such as make gpu-check GPU_PYTHON=/path/to/python",
-            file=sys.stderr,
+        return _refuse(
+            f"{sys.executable} has no PyTorch; expected a Python that has it, such as "
+            "make gpu-check GPU_PYTHON=/path/to/python"
         )
-        return 2
     import torch
 
     if not torch.cuda.is_available():
-        print("gpu-check: error: PyTorch finds no CUDA GPU here, expected one", file=sys.stderr)
-        return 2
+        return _refuse("PyTorch finds no CUDA GPU here, expected one")
     env = _environment(arguments.wheels)
     missing = _missing()
     if missing:
-        print(
-            f"gpu-check: error: not installed: {', '.join(missing)}; install them, or put their "
-            f"wheels into {arguments.wheels} (make gpu-wheels)",
-            file=sys.stderr,
+        return _refuse(
+            f"not installed: {', '.join(missing)}; install them, or put their wheels into "
+            f"{arguments.wheels} (make gpu-wheels)"
         )
-        return 2
     sys.path.insert(0, str(ROOT))
     parts = [arguments.part] if arguments.part else list(PARTS)
     report = describe(torch) | {"parts": parts, "steps": []}
@@ -223,6 +215,12 @@ def main() -> int:
     print_speeds(steps, report["estimated_us"])
     print(f"wrote {out}")
     return 1 if any(step["status"] == "failed" for step in steps) else 0
+
+
+def _refuse(line: str) -> int:
+    """Print in one line why nothing is checked; the parser would print its usage first."""
+    print(f"gpu-check: error: {line}", file=sys.stderr)
+    return 2
 
 
 def run_part(part: str, check: Check) -> None:

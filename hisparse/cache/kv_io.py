@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hisparse import kernels
 from hisparse.algorithms import DecodeStep
 from hisparse.cache.device_pool import DevicePool, RowSnapshot
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.kernels import (
     TailPages,
     TailPools,
+    append_tokens,
     gather_pages,
     gather_tokens,
     promote_tail,
@@ -36,17 +36,6 @@ def write_tokens(new: StoredKV, dst: StoredKV, slots: Tensor) -> None:
     """Write tokens ``[T, H, D]`` to ``slots [T] int64`` of pages ``[P, H, S, D]``."""
     for tokens, pages in _pools(new, dst):
         scatter_tokens(*tokens, pages, slots)
-
-
-def append_tokens(
-    new: StoredKV, host: StoredKV, host_slots: Tensor, device: StoredKV, tail_slots: Tensor
-) -> None:
-    """Write tokens ``[B, H, D]`` to both pools; see :func:`hisparse.kernels.append_tokens`.
-
-    ``host_slots [B] int64`` and ``tail_slots [R] int64`` are pages times S, plus offsets.
-    """
-    for tokens, to_host, to_device in _pools(new, host, device):
-        kernels.append_tokens(*tokens, to_host, host_slots, to_device, tail_slots)
 
 
 def read_tokens(src: StoredKV, slots: Tensor) -> StoredKV:
@@ -104,14 +93,14 @@ class KVReadWrite:
         Args:
             layer_id: layer number.
             tail_slots: ``[R] int64``, device page of the row's tail times S, plus the offset in it.
-            host_slots: ``[B] int64``.
+            host_slots: ``[B] int64``, host page times S, plus the offset in it.
             k, v: ``[B, Hkv, D]``.
         """
         self._verify(host_slots)
         new = self._host.format.encode(k, v)
-        append_tokens(
-            new, self._host.stored(layer_id), host_slots, self._device.stored(layer_id), tail_slots
-        )
+        pools = _pools(new, self._host.stored(layer_id), self._device.stored(layer_id))
+        for tokens, to_host, to_device in pools:
+            append_tokens(*tokens, to_host, host_slots, to_device, tail_slots)
 
     def write_tail(self, layer_id: int, slot: int, k: Tensor, v: Tensor) -> None:
         """Fill the first tokens of a request's tail pages: ``k, v [t, Hkv, D]``, t < S."""
@@ -191,12 +180,8 @@ class KVReadWrite:
 
     def read_tokens(self, layer_id: int, host_slots: Tensor) -> PagedKV:
         """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""
-        return self._host.format.decode(self.read_stored(layer_id, host_slots))
-
-    def read_stored(self, layer_id: int, host_slots: Tensor) -> StoredKV:
-        """Stored values at ``host_slots [T]``, ``[T, Hkv, D]`` on the device."""
         slots = upload(host_slots, self._device.device)
-        return read_tokens(self._host.stored(layer_id), slots)
+        return self._host.format.decode(read_tokens(self._host.stored(layer_id), slots))
 
     def read_changed(
         self, layer_id: int, before: RowSnapshot, host_page_table: Tensor, tail_index: Tensor

@@ -94,9 +94,7 @@ class Capacity:
     @property
     def host_bytes_per_request(self) -> int:
         """Host memory of a request: K, V and what the algorithm keeps there beside them."""
-        if self.sizing is None:
-            return 0
-        return self._pages * self.spec.page_size * self.sizing.request.kv_token_bytes
+        return self._pages * self.spec.page_size * self.host_bytes_per_token
 
     @property
     def device_bytes_per_request(self) -> int:

@@ -15,7 +15,6 @@ share them. docs/storage.md has how to operate a store.
 """
 
 from hisparse.storage.contexts import Context, Contexts, Filter
-from hisparse.storage.evict import size_in_bytes
 from hisparse.storage.namespace import Namespace, page_keys
 from hisparse.storage.report import StoreReport
 from hisparse.storage.store import FileStore
@@ -28,5 +27,4 @@ __all__ = [
     "Namespace",
     "StoreReport",
     "page_keys",
-    "size_in_bytes",
 ]

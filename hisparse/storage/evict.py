@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import shutil
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
+from hisparse.errors import HiSparseError, one_line
 from hisparse.storage.contexts import Contexts, contexts_path
 from hisparse.storage.folder import StoreFolder
 from hisparse.storage.pages import disk_bytes
 from hisparse.storage.report import StoreCounters
-from hisparse.units import MemorySize, parse_memory
 
 logger = logging.getLogger(__name__)
 
@@ -30,52 +25,23 @@ HIGH_WATER, LOW_WATER = 0.95, 0.85
 _PAUSE_S: Final = 1.0
 
 
-@dataclass(frozen=True)
-class StoreLimits:
-    """How large a store may grow, and how long an unused page stays; see :class:`FileStore`.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    size_bytes: int | None
-    ttl_s: float | None
-
-    def __post_init__(self) -> None:
-        if self.size_bytes is not None and not 0 < self.size_bytes < 2**63:
-            got = quoted(self.size_bytes)
-            raise ConfigError(f"size_bytes: got {got}, expected more than 0, below 8 EiB")
-        if self.ttl_s is not None and not (self.ttl_s > 0 and math.isfinite(self.ttl_s)):
-            raise ConfigError(f"ttl_s: got {quoted(self.ttl_s)}, expected seconds above 0")
-
-    def expired_ns(self) -> float:
-        """Pages that were last used at this time or before are expired, in ns since 1970."""
-        return -1 if self.ttl_s is None else (time.time() - self.ttl_s) * 1e9
-
-
-def size_in_bytes(key: str, size: MemorySize | None, folder: Path) -> int | None:
-    """The limit of a store in bytes; None: no limit.
-
-    Args:
-        key: name of the setting, for messages.
-        size: the setting; a fraction is of the file system's size.
-        folder: of the store, which need not exist.
-
-    Raises:
-        ConfigError: the value is neither a size nor a fraction.
-    """
-    parsed = None if size is None else parse_memory(key, size)
-    if isinstance(parsed, float):
-        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-        return int(parsed * shutil.disk_usage(existing).total)
-    return parsed
+def expired_ns(ttl_s: float | None) -> float:
+    """Pages that were last used at this time or before are expired, in ns since 1970; -1: none."""
+    return -1 if ttl_s is None else (time.time() - ttl_s) * 1e9
 
 
 class Evictor:
-    """Evicts pages of a store. Its methods may be called from any thread."""
+    """Evicts pages of a store; see :class:`FileStore`. Any thread may call its methods."""
 
-    def __init__(self, folder: StoreFolder, limits: StoreLimits, counters: StoreCounters) -> None:
-        self._folder, self._limits, self._counters = folder, limits, counters
+    def __init__(
+        self,
+        folder: StoreFolder,
+        size_bytes: int | None,
+        ttl_s: float | None,
+        counters: StoreCounters,
+    ) -> None:
+        self._folder, self._counters = folder, counters
+        self._size_bytes, self._ttl_s = size_bytes, ttl_s
         self._thread: threading.Thread | None = None
         self._lock, self._not_before = threading.Lock(), 0.0
 
@@ -110,8 +76,8 @@ class Evictor:
             Bytes given back; 0 if another thread or process is evicting.
         """
         high = low = size_bytes
-        if size_bytes is None and self._limits.size_bytes is not None:
-            high, low = (int(x * self._limits.size_bytes) for x in (HIGH_WATER, LOW_WATER))
+        if size_bytes is None and self._size_bytes is not None:
+            high, low = (int(x * self._size_bytes) for x in (HIGH_WATER, LOW_WATER))
         with self._folder.evicting() as alone:
             if not alone:
                 return 0
@@ -120,7 +86,7 @@ class Evictor:
             counted = self._folder.add_bytes(0)
             counted = self._folder.add_bytes(int(num_bytes.sum()) - counted)
             taken = counted + self._folder.context_bytes + room
-            until_ns = self._limits.expired_ns()
+            until_ns = expired_ns(self._ttl_s)
             if high is not None and low is not None and taken > high and len(used_ns):
                 given_back = num_bytes.cumsum()
                 last = min(int(given_back.searchsorted(taken - low)), len(used_ns) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
-from hisparse.storage.evict import HIGH_WATER, LOW_WATER, Evictor, StoreLimits
+from hisparse.storage.evict import HIGH_WATER, LOW_WATER, Evictor, expired_ns
 from hisparse.storage.folder import StoreFolder
 from hisparse.storage.namespace import Namespace, check_key
 from hisparse.storage.pages import DIGEST_BYTES, DamagedError, PageFolder, disk_bytes
 from hisparse.storage.report import Damage, NamespaceUse, StoreCounters, StoreReport, VerifyReport
+from hisparse.units import MemorySize, parse_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -48,8 +50,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     Args:
         path: the folder, on a local disk because of its file locks; it is made if absent. Only
             this user may own it and write to it, and links in it are refused.
-        size_bytes: limit of the bytes of pages and contexts; None: no limit. Each process may
-            exceed it by a page.
+        size: limit of the bytes of pages and contexts, such as "500GiB"; a fraction is of the file
+            system's size. None: no limit. Each process may exceed it by a page.
         ttl_s: seconds that an unused page stays; None: until its space is needed.
         create: make the folder if it is absent; False: a folder that is no store is an error.
 
@@ -61,16 +63,21 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     def __init__(
         self,
         path: str | Path,
-        size_bytes: int | None = None,
+        size: MemorySize | None = None,
         *,
         ttl_s: float | None = None,
         create: bool = True,
     ) -> None:
-        self._limits = StoreLimits(size_bytes, ttl_s)
+        if ttl_s is not None and not (ttl_s > 0 and math.isfinite(ttl_s)):
+            raise ConfigError(f"ttl_s: got {quoted(ttl_s)}, expected seconds above 0")
+        limit = None if size is None else parse_memory("size", size)
         self._folder = StoreFolder(Path(path), create=create)
+        if isinstance(limit, float):
+            limit = int(limit * shutil.disk_usage(self._folder.path).total)
+        self._size_bytes, self._ttl_s = limit, ttl_s
         self._closed = False
         self._counters = StoreCounters(self._folder.path)
-        self._evictor = Evictor(self._folder, self._limits, self._counters)
+        self._evictor = Evictor(self._folder, limit, ttl_s, self._counters)
         self._pool = ThreadPoolExecutor(_THREADS - 1, "hisparse-storage")
 
     def find(self, namespace: Namespace, keys: Sequence[str]) -> int:
@@ -90,7 +97,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             for key in keys[:1]:
                 check_key(key)
             return 0
-        return folder.find(map(check_key, keys), self._limits.expired_ns())
+        return folder.find(map(check_key, keys), expired_ns(self._ttl_s))
 
     def get(
         self, namespace: Namespace, keys: Sequence[str], buffers: Sequence[Buffer]
@@ -137,7 +144,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         return [self._read_one(folder, key, view) for key, view in pages]
 
     def _read_one(self, folder: PageFolder, key: str, view: memoryview) -> bool | None:
-        if folder.used_ns(key) <= self._limits.expired_ns():
+        if folder.used_ns(key) <= expired_ns(self._ttl_s):
             return None
         try:
             folder.read(key, view)
@@ -184,11 +191,11 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         """Store a page. Returns the name of the counter."""
         folder = self._folder.make_folder(namespace)
         used_ns = folder.used_ns(key)
-        if used_ns > self._limits.expired_ns():
+        if used_ns > expired_ns(self._ttl_s):
             return "duplicates"
         if used_ns >= 0:
             self._folder.add_bytes(-folder.remove(key))
-        size, most = disk_bytes(len(page) + DIGEST_BYTES), self._limits.size_bytes or math.inf
+        size, most = disk_bytes(len(page) + DIGEST_BYTES), self._size_bytes or math.inf
         used, written = self._folder.add_bytes(size) + self._folder.context_bytes, False
         try:
             if used > most:

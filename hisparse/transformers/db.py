@@ -13,7 +13,7 @@ from torch import Tensor
 from hisparse.config import HiSparseConfig
 from hisparse.errors import CapacityError, ConfigError, shorten
 from hisparse.model_config import text_config
-from hisparse.storage import Context, Contexts, FileStore, Filter, size_in_bytes
+from hisparse.storage import Context, Contexts, FileStore, Filter
 from hisparse.storage.fingerprint import rope_types
 from hisparse.transformers.attention import enable
 from hisparse.transformers.build import read_config
@@ -77,8 +77,7 @@ class DB:
         _check_positions(model)
         unchanged = UnchangedModel(model)
         folder = Path(path).expanduser()
-        num_bytes = size_in_bytes("size", size, folder)
-        self._store = FileStore(folder, num_bytes, ttl_s=ttl_s)
+        self._store = FileStore(folder, size, ttl_s=ttl_s)
         try:
             self._cache = enable(model, settings, **sizes)
             rows = self._cache.row_store

@@ -14,6 +14,7 @@ from torch import Tensor
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.topp import TopP
+from hisparse.cache.kv_io import read_tokens
 from hisparse.engine.verify import VerifyBatch
 from hisparse.testing import Request, Simulator
 from hisparse.types import IndexerInputs
@@ -183,7 +184,7 @@ def assert_same_tokens(
         for request in requests:
             pages, count = request.host_pages, request.done
             slots = torch.tensor([pages[i // size] * size + i % size for i in range(count)])
-            host = (s.manager.kv_io.read_stored(layer, slots) for s in (sim, alone))
+            host = (read_tokens(s.manager.host.stored(layer), slots) for s in (sim, alone))
             for a, b in zip(*(stored.tensors for stored in host), strict=True):
                 assert torch.equal(bits(a), bits(b)), "host memory"
             rows = slice(request.slot * heads, (request.slot + 1) * heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -186,7 +187,9 @@ def test_buffers_that_do_not_fit(store: FileStore) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"size_bytes": 0}, "size_bytes: got 0"),
+        ({"size": 0}, "size: got 0 bytes, expected more than 0"),
+        ({"size": 1.5}, r"size: got 1.5, expected a fraction in \(0, 1\)"),
+        ({"size": "much"}, "size: got 'much', expected a size such as '64GiB'"),
         ({"ttl_s": 0}, "ttl_s: got 0, expected seconds above 0"),
         ({"ttl_s": float("nan")}, "ttl_s: got nan"),
         ({"create": False}, "expected the folder of a store"),
@@ -240,6 +243,11 @@ def test_what_a_store_says_about_itself(store: FileStore, tmp_path: Path) -> Non
     with FileStore(tmp_path / "store") as again:
         fill(again, [9], other)
         assert len(again.describe().namespaces) == 2
+
+
+def test_a_fraction_is_of_the_file_systems_size(tmp_path: Path) -> None:
+    with FileStore(tmp_path, 0.25) as store:
+        assert store._size_bytes == shutil.disk_usage(tmp_path).total // 4
 
 
 def test_removed_pages_are_gone(tmp_path: Path) -> None:

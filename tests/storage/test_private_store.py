@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.storage import Contexts, FileStore, size_in_bytes
+from hisparse.storage import Contexts, FileStore
 from tests.processes import NOBODY, as_nobody, folder_for_all, needs_root
 from tests.storage.pages import NAMESPACE, contents, fill, key_of, page_file, page_files, read
 
@@ -43,8 +43,7 @@ def _refusal(path: Path) -> str:
 def test_a_new_store_is_of_its_user_alone(path: Path) -> None:
     umask = os.umask(0)
     try:
-        assert size_in_bytes("size", 0.5, path / "new") > 0
-        with _open(path / "new") as store:
+        with FileStore(path / "new", 0.5) as store:
             fill(store, range(3))
             store.collect()
             contexts = Contexts(path / "new", NAMESPACE)

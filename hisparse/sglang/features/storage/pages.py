@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hisparse.errors import HiSparseError, one_line, quoted
 from hisparse.options import StorageOptions
-from hisparse.storage import FileStore, Namespace, size_in_bytes
+from hisparse.storage import FileStore, Namespace
 
 #: A record of a backend without checks of its own ends with xxh3_128 of its key and bytes.
 CHECKSUM_BYTES: Final = 16
@@ -233,21 +232,10 @@ def open_storage(
     row_bytes = record_bytes + (0 if is_file else CHECKSUM_BYTES)
     buffer = RecordBuffer(blocks, max(1, _BLOCK_BYTES // row_bytes), row_bytes)
     if is_file:
-        return FilePages(_open_file_store(options), buffer)
+        assert options.path is not None, "StorageOptions checks it"
+        store = FileStore(options.path, options.size, ttl_s=options.ttl_s)
+        return FilePages(store, buffer)
     return BackendPages(_make_backend(options, buffer, rank, num_ranks), buffer)
-
-
-def _open_file_store(options: StorageOptions) -> FileStore:
-    assert options.path is not None, "StorageOptions checks it"
-    try:
-        path = Path(options.path).expanduser()
-        size = size_in_bytes("storage: size", options.size, path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: no such user.
-        raise HiSparseError(
-            f"storage: path: got {quoted(options.path)}: {one_line(error)}; expected a folder that "
-            "can be made"
-        ) from None
-    return FileStore(path, size, ttl_s=options.ttl_s)
 
 
 def _make_backend(options: StorageOptions, buffer: RecordBuffer, rank: int, num_ranks: int) -> Any:
