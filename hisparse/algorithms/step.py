@@ -219,7 +219,6 @@ class DecodeStep:
             to find them when it begins.
         captured: whether this is a captured step, or one that warms up for the capture.
         index: ``[B] int64``, places of the requests in the batch; None: they are the whole batch.
-        places: ``[B]``, the same on the host.
         last: the last tokens of the requests, some of which have several tokens in the batch, one
             after the other; None: each request has one. Only the last token may fill a page.
         by_mode: the requests of a whole batch by attention mode, in layers that attend sparsely.
@@ -238,7 +237,6 @@ class DecodeStep:
     follows: bool = False
     captured: bool = False
     index: Tensor | None = None
-    places: np.ndarray | None = None
     last: DecodeStep | None = None
     by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
     dense_by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
@@ -415,5 +413,4 @@ class DecodeStep:
             ),
             follows=self.follows,
             index=index,
-            places=places,
         )
