@@ -197,13 +197,15 @@ class Operation:
     def _run(self, call: Callable[..., object], arguments: Sequence[Any]) -> Any:
         flat: list[Any] = []
         for value in arguments:
-            flat.extend(value if isinstance(value, tuple) else (value,))
-        arguments = flat
+            if isinstance(value, tuple):
+                flat += value
+            else:
+                flat.append(value)
         count, end = len(self.arguments), len(flat) - self._num_sizes
-        tensors: list[Any] = self.native(arguments[:count])
+        tensors: list[Any] = self.native(flat[:count])
         for result in self._results:
-            tensors.append(result.make(tensors, arguments[end:]))
-        call(self.name, *tensors, *arguments[count:end])
+            tensors.append(result.make(tensors, flat[end:]))
+        call(self.name, *tensors, *flat[count:end])
         return tensors[count] if len(self._results) == 1 else tuple(tensors[count:])
 
     def native(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -230,14 +232,15 @@ class _Allocation(NamedTuple):
 
     def make(self, tensors: Sequence[Any], sizes: Sequence[int]) -> Tensor:
         """The result, uninitialised, from the tensors before it and the call's ``sizes``."""
-        source: Tensor = tensors[self.source]
-        if self.shape is None:
+        at_source, dtype, where = self
+        source: Tensor = tensors[at_source]
+        if where is None:
             return torch.empty_like(source)
         shape = [
             factor * (sizes[at] if place < 0 else tensors[place].shape[at]) + more
-            for place, at, factor, more in self.shape
+            for place, at, factor, more in where
         ]
-        return source.new_empty(shape, dtype=self.dtype)
+        return source.new_empty(shape) if dtype is None else source.new_empty(shape, dtype=dtype)
 
 
 def _allocations(

@@ -194,8 +194,8 @@ def _tables_on_cpu(
     """A row that lacks a page keeps its length: attention refuses the -1."""
     # C++ takes `dense` by row.
     selection, lengths, dense = with_dense_requests(selection, lengths, rows, width)
-    rows = rows._replace(dense=dense)
-    return call(selection, lengths, rows, state, page_size, tail_below, width)
+    tensors = (selection, lengths, rows[:7], dense, rows.malformed, state)
+    return call(*tensors, page_size, tail_below, width)
 
 
 LRU_DIFF = Operation(

@@ -196,8 +196,8 @@ def gather_pages(
     run = GATHER_PAGES(impl, *src, src_pages, *dst, dst_pages)
     if heads < 1:
         raise KernelError(f"heads: got {heads}, expected 1 or more")
-    moved = _moved(src, dst)
-    run(moved(src), src_pages, moved(dst), dst_pages, heads)
+    keys_only = _lies_within(src) and _lies_within(dst)
+    run(_moved(src, keys_only), src_pages, _moved(dst, keys_only), dst_pages, heads)
 
 
 def scatter_tokens(
@@ -214,8 +214,8 @@ def scatter_tokens(
             or on the device of ``k`` or ``dst``.
     """
     run = SCATTER_TOKENS(impl, *dst, k, v, slots)
-    moved = _moved(dst)
-    run(moved(dst), moved((k, v)), slots)
+    keys_only = _lies_within(dst)
+    run(_moved(dst, keys_only), _moved((k, v), keys_only), slots)
 
 
 def append_tokens(
@@ -240,8 +240,9 @@ def append_tokens(
         tail_slots: ``[R] int64``, as ``host_slots``; no slot twice.
     """
     run = APPEND_TOKENS(impl, *host, k, v, host_slots, *device, tail_slots)
-    moved = _moved(host, device)
-    run(moved(host), moved((k, v)), host_slots, moved(device), tail_slots)
+    keys_only = _lies_within(host) and _lies_within(device)
+    tokens = _moved((k, v), keys_only)
+    run(_moved(host, keys_only), tokens, host_slots, _moved(device, keys_only), tail_slots)
 
 
 def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
@@ -256,9 +257,9 @@ def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[T
         ``slots``; V is a view of K where ``src.v`` is a view of ``src.k``.
     """
     run = GATHER_TOKENS(impl, *src, slots)
-    moved = _moved(src)(src)
-    k, v = new_tokens(src.k, slots), None if moved[1] is None else new_tokens(src.v, slots)
-    run(moved, slots, (k, v))
+    keys_only = _lies_within(src)
+    k, v = new_tokens(src.k, slots), None if keys_only else new_tokens(src.v, slots)
+    run(_moved(src, keys_only), slots, (k, v))
     return k, k[..., : src.v.shape[-1]] if v is None else v
 
 
@@ -284,11 +285,13 @@ def upload(
     return tensor.to(device)
 
 
-def _moved(*pools: PagedKV) -> Callable[[tuple[Tensor, Tensor]], MovedKV]:
-    """What to move of K and V: only K if V is a view of K's first columns in all of the pools."""
-    if all(v.data_ptr() == k.data_ptr() and v.shape[-1] <= k.shape[-1] for k, v in pools):
-        return lambda kv: (kv[0], None)
-    return lambda kv: kv
+def _lies_within(kv: PagedKV) -> bool:
+    """Whether V is a view of K's first columns."""
+    return kv.v.data_ptr() == kv.k.data_ptr() and kv.v.shape[-1] <= kv.k.shape[-1]
+
+
+def _moved(kv: tuple[Tensor, Tensor], keys_only: bool) -> MovedKV:
+    return (kv[0], None) if keys_only else kv
 
 
 def row_tokens(tokens: MovedKV, num_rows: int) -> MovedKV:

@@ -47,6 +47,7 @@ class StorageState:
         model_settings: its settings that differ from defaults.
         counters: of what the storage does.
         adapter_key: takes SGLang's id of a LoRA adapter; the adapter's name in keys of pages.
+        swap_out: takes SGLang's ``Req`` of a request that is retracted; None: nothing is kept.
         rests: whether the storage is not used: until a flush of all ranks, since the pages in host
             memory may be of other weights.
         fingerprint: of the model, taken at its last flush; "": an update began since.
@@ -58,6 +59,7 @@ class StorageState:
     model_settings: Mapping[str, object]
     counters: StorageCounters = field(default_factory=StorageCounters)
     adapter_key: Callable[[str], str] | None = None
+    swap_out: Callable[[Any], None] | None = None
     rests: bool = True
     fingerprint: str = ""
     weight_updater: Any = None

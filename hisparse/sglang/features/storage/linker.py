@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     LayerWiseLoadCounter,
     UnifiedCacheLinker,
 )
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
@@ -29,7 +31,7 @@ from hisparse.sglang.features.storage.representations import (
     representation_namespace,
     representation_records,
 )
-from hisparse.sglang.features.storage.swap import connect_swap
+from hisparse.sglang.features.storage.swap import make_swap
 from hisparse.sglang.features.storage.transfers import PageLoader, PageWriter
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import errors_logged, require_session
@@ -112,7 +114,10 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if (stored := self._representations) is not None:
             self._loaders.append(PageLoader(stored, 1, "their representations are built"))
             self._writers.append(PageWriter(stored, self.exact, max_waiting))
-        self.swap = connect_swap(session, self, options)
+        self.swap = make_swap(records, self.exact, options)
+        self._swap_min_tokens = max(1, options.swap_min_tokens or 0)
+        if self.swap is not None:
+            state.swap_out = self._swap_out
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
@@ -200,6 +205,32 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         built = self._loaded.add(unbuilt) // self.serializer.pages_per_record
         self.records.counters.add(built_pages=built)
 
+    def _swap_out(self, request: Any) -> None:
+        """Write the pages of SGLang's ``Req`` that the radix cache does not hold.
+
+        Args:
+            request: still has its host slots.
+        """
+        assert self.swap is not None, "only a linker with a swap is asked"
+        # A forward of it failed, or its K and V do not follow from its tokens: it starts over.
+        starts_over = request.skip_radix_cache_insert or request.input_embeds is not None
+        if self.rests() or starts_over:
+            return
+        kv, size = request.kv, self.serializer.page_tokens
+        tokens = request.origin_input_ids + request.output_ids
+        # The last token's K and V may be in the works, and its query is needed anyway.
+        first = kv.cache_protected_len // size
+        end = min(kv.kv_committed_len, len(tokens) - 1) // size
+        if (end - first) * size < self._swap_min_tokens:
+            return
+        table = self._session.req_to_token_pool.req_to_token
+        pages = self.serializer.host_pages(table[kv.req_pool_idx, first * size : end * size])
+        hashes, ready = _hashes(request, tokens, size), self.record_offload_ready()
+        kept = self.swap.swap_out(request, hashes[first:end], pages, ready)
+        # Until all ranks have read them, none goes on and writes to the pages of a common pool.
+        if not self.ranks.all_of(kept):
+            self.swap.drop(request.rid)
+
     def start_layer_wise_loading(self) -> int:
         """Nothing is left to load; -1 is the index of no batch."""
         self._admitted.clear()
@@ -273,3 +304,10 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 def _kv(transfers: Sequence[Any]) -> Any:
     """The transfer of K and V, the only pool of this linker."""
     return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
+
+
+def _hashes(request: Any, tokens: Any, page_tokens: int) -> list[str]:
+    """SGLang's hash of each whole page: of its tokens and all earlier ones."""
+    whole = tokens[: len(tokens) // page_tokens * page_tokens]
+    key = RadixKey(whole, request.extra_key, cache_salt=request.cache_salt)
+    return list(get_storage_hash_str(key, page_size=page_tokens))

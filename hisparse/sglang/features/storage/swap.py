@@ -20,9 +20,10 @@ from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.errors import one_line
 from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.calls import Workers
+from hisparse.sglang.features.storage.key import StorageState
 from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.features.storage.transfers import PageLoader
-from hisparse.sglang.session import ServerSession, current_state
+from hisparse.sglang.session import current_state
 from hisparse.storage import FileStore
 
 logger = logging.getLogger("hisparse")
@@ -212,59 +213,6 @@ class RequestSwap:
             logger.warning("hisparse: storage: pages were not removed: %s", one_line(error))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SwapOut:
-    """Writes the pages of retracted requests.
-
-    Attributes:
-        session: of this rank.
-        linker: the store's.
-        swap: keeps pages until their request comes back.
-        min_tokens: least tokens of a request that is kept.
-    """
-
-    session: ServerSession
-    linker: Any
-    swap: RequestSwap
-    min_tokens: int
-
-    def write(self, request: Any) -> None:
-        """Write the pages of SGLang's ``Req`` that the radix cache does not hold.
-
-        Args:
-            request: still has its host slots.
-        """
-        linker = self.linker
-        # A forward of it failed, or its K and V do not follow from its tokens: it starts over.
-        starts_over = request.skip_radix_cache_insert or request.input_embeds is not None
-        if linker.rests() or starts_over:
-            return
-        kv, size = request.kv, linker.serializer.page_tokens
-        tokens = request.origin_input_ids + request.output_ids
-        # The last token's K and V may be in the works, and its query is needed anyway.
-        first = kv.cache_protected_len // size
-        end = min(kv.kv_committed_len, len(tokens) - 1) // size
-        if (end - first) * size < max(1, self.min_tokens):
-            return
-        table = self.session.req_to_token_pool.req_to_token
-        pages = linker.serializer.host_pages(table[kv.req_pool_idx, first * size : end * size])
-        hashes, ready = _hashes(request, tokens, size), linker.record_offload_ready()
-        kept = self.swap.swap_out(request, hashes[first:end], pages, ready)
-        # Until all ranks have read them, none goes on and writes to the pages of a common pool.
-        if not linker.ranks.all_of(kept):
-            self.swap.drop(request.rid)
-
-
-def _hashes(request: Any, tokens: Any, page_tokens: int) -> list[str]:
-    """SGLang's hash of each whole page: of its tokens and all earlier ones."""
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-    whole = tokens[: len(tokens) // page_tokens * page_tokens]
-    key = RadixKey(whole, request.extra_key, cache_salt=request.cache_salt)
-    return list(get_storage_hash_str(key, page_size=page_tokens))
-
-
 def around_release_req(
     original: Callable[..., bool], *, req: Any, offload_kv: bool = True, **others: Any
 ) -> bool:
@@ -273,25 +221,22 @@ def around_release_req(
     SGLang clears ``offload_kv`` for a request that does not come back, or that it pauses while
     weights change.
     """
-    swap = current_state(_SwapOut)
-    if swap is not None and offload_kv:
-        swap.write(req)
+    state = current_state(StorageState)
+    if state is not None and state.swap_out is not None and offload_kv:
+        state.swap_out(req)
     return original(req=req, offload_kv=offload_kv, **others)
 
 
-def connect_swap(
-    session: ServerSession, linker: Any, options: StorageOptions
+def make_swap(
+    records: RecordStore, exact: ShareablePages, options: StorageOptions
 ) -> RequestSwap | None:
-    """Let the store keep pages of single requests, which only these requests load.
+    """What keeps pages of retracted requests in the store of ``records``; None: nothing does.
 
-    They are in a namespace of their own; the names in it are those of one server.
-
-    Returns:
-        What finds and loads them; None: retracted requests are computed.
+    The pages are in a namespace of their own, under names of one server.
     """
     if options.swap_min_tokens is None:
         return None
-    records = linker.records
+    assert records.namespace is not None, "it is set before"
     if (remover := records.storage.remover) is None:
         logger.info(
             "hisparse: storage: backend %s does not remove pages; retracted requests are computed",
@@ -299,8 +244,4 @@ def connect_swap(
         )
         return None
     own = replace(records.namespace, model="retracted requests")
-    swap = RequestSwap(records.within(own), remover, linker.exact, options.threads)
-    session.add(
-        _SwapOut(session=session, linker=linker, swap=swap, min_tokens=options.swap_min_tokens)
-    )
-    return swap
+    return RequestSwap(records.within(own), remover, exact, options.threads)
