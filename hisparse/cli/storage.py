@@ -18,7 +18,7 @@ from hisparse.cli.terminal import (
     print_paragraph,
     print_result,
 )
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, quoted
 from hisparse.units import format_bytes, parse_memory
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _check(arguments: argparse.Namespace) -> int:
 def _collect(arguments: argparse.Namespace) -> int:
     size = None if arguments.size is None else parse_memory("--size", arguments.size)
     if isinstance(size, float):
-        raise ConfigError(f"--size: got {arguments.size!r}, expected a size such as 100GiB")
+        raise ConfigError(f"--size: got {quoted(arguments.size)}, expected a size such as 100GiB")
     with _open(arguments) as store:
         store.collect(size)
         return _report_removal(arguments, store, "evicted", store.counters["evicted"])
@@ -134,7 +134,7 @@ def _remove(arguments: argparse.Namespace) -> int:
             matches = [key for key in known if key.startswith(given) and len(given) >= _FEWEST]
             if len(matches) != 1:
                 choices = ", ".join(key[:_SHOWN] for key in known) or "none"
-                raise ConfigError(f"--namespace: got {given!r}, expected one of: {choices}")
+                raise ConfigError(f"--namespace: got {quoted(given)}, expected one of: {choices}")
             namespace = known[matches[0]]
         unused_s = None if arguments.unused_days is None else arguments.unused_days * _DAY_S
         removed = store.remove(namespace, None, unused_s)
