@@ -17,9 +17,6 @@ from hisparse.types import AttentionRule, IndexerInputs, KVSpec, PagedKV, Select
 
 T = TypeVar("T")
 
-#: Tensors of :class:`DecodeRows` with an entry for each row, or for each request.
-_OF_ROWS, _OF_REQUESTS = ("rows", "capacity", "tail_lens"), ("host_page_table", "num_pages")
-
 #: How a layer attends a request: "sparse", over the selected pages; "resident", densely, over a
 #: context that fits the row's device pages; "streamed", densely, in tiles from host memory;
 #: "window", over the last tokens, in a layer that attends no others.
@@ -37,8 +34,7 @@ class SelectionPolicy:
         budget_pages: full pages within the budget. A context of at most ``budget_pages`` full pages
             is attended densely.
         max_pages: K, the most pages of a selection, tail page not counted.
-        variable_lengths: whether a selection has as many pages as its query needs, at most
-            ``max_pages``; otherwise it has that many, or all pages of a shorter context.
+        variable_lengths: whether selections have as many pages as queries need, or ``max_pages``.
         tail_below: the tail page is attended only beside fewer selected pages than this, because
             the algorithm ranks it with them; None: always.
         num_sink_pages: first pages of the sequence that are always selected.
@@ -62,6 +58,9 @@ class SelectionPolicy:
     logit_cap: float = 0.0
     device: str = "cuda"
     invalid_scores: Tensor | None = field(default=None, compare=False, repr=False)
+    _rules: dict[Any, SelectRule] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @cached_property
     def heads(self) -> int:
@@ -78,13 +77,9 @@ class SelectionPolicy:
     def select_rule_with(self, **changes: Any) -> SelectRule:
         """:attr:`select_rule` with other values of some fields; the same object each time."""
         key = tuple(changes.items())
-        if key not in self._changed_rules:
-            self._changed_rules[key] = replace(self.select_rule, **changes)
-        return self._changed_rules[key]
-
-    @cached_property
-    def _changed_rules(self) -> dict[tuple[tuple[str, Any], ...], SelectRule]:
-        return {}
+        if key not in self._rules:
+            self._rules[key] = replace(self.select_rule, **changes)
+        return self._rules[key]
 
     @cached_property
     def attention_rule(self) -> AttentionRule:
@@ -94,15 +89,11 @@ class SelectionPolicy:
     @cached_property
     def layer_rules(self) -> tuple[AttentionRule, ...]:
         """How each layer attends, ``[L]``."""
-        return tuple(
-            replace(self.attention_rule, window=self.kv.window(layer))
-            for layer in range(self.kv.num_layers)
-        )
+        rule, layers = self.attention_rule, range(self.kv.num_layers)
+        return tuple(replace(rule, window=self.kv.window(layer)) for layer in layers)
 
     def forced_pages(self, num_pages: Tensor, width: int) -> Tensor:
         """Sink pages and recent pages, which every selection has, whatever their scores.
-
-        This method alone defines them. At most ``num_sink_pages + num_recent_pages`` of a request.
 
         Args:
             num_pages: ``[B] int32``, full pages of each request.
@@ -249,10 +240,7 @@ class DecodeStep:
 
     @cached_property
     def max_pages(self) -> int:
-        """The most that ``num_pages`` may be, known on the host.
-
-        In a captured step: the full pages of the longest context.
-        """
+        """The most that ``num_pages`` may be, known on the host; if captured, in any step."""
         return int(self.seq_lens_cpu.max() - 1) // self.policy.kv.page_size
 
     @property
@@ -300,9 +288,7 @@ class DecodeStep:
         return self.kv_io.read_tails(layer_id, self).k.transpose(1, 2)
 
     def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
-        """Log-sum-exp of the logits of the first ``tail_lens`` tokens in the tail pages.
-
-        The logits are capped as in attention.
+        """Log-sum-exp of the capped logits of the first ``tail_lens`` tokens in the tail pages.
 
         Args:
             layer_id: layer number.
@@ -357,15 +343,13 @@ class DecodeStep:
 
     def tail_slots(self, layer_id: int) -> Tensor:
         """``[R] int64``, where each row's new token goes: its tail page times S, plus offset."""
-        return self._slots_in(self.tails(layer_id)) if self.follows else self._all_slots[layer_id]
 
-    @cached_property
-    def _all_slots(self) -> Tensor:
-        """:meth:`tail_slots` of all layers, ``[L, R]``, in one operation."""
-        return self._slots_in(self.rows.tail_pages)
+        def slots_in(tails: Tensor) -> Tensor:
+            return tails.long() * self.policy.kv.page_size + (self.rows.tail_lens - 1)
 
-    def _slots_in(self, tails: Tensor) -> Tensor:
-        return tails.long() * self.policy.kv.page_size + (self.rows.tail_lens - 1)
+        if self.follows:
+            return slots_in(self.tails(layer_id))
+        return self.once("tail slots", lambda: slots_in(self.rows.tail_pages))[layer_id]
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor] | None:
@@ -393,10 +377,10 @@ class DecodeStep:
     def take(self, places: np.ndarray) -> DecodeStep:
         """The requests at ``places [n] int64`` of the step."""
         index = upload(places, self.slots.device)
-        heads = self.policy.heads
-        row_index = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
-        taken = {name: getattr(self.rows, name)[row_index] for name in _OF_ROWS}
-        taken |= {name: getattr(self.rows, name)[index] for name in _OF_REQUESTS}
+        head = torch.arange(self.policy.heads, device=index.device)
+        row_index = (index[:, None] * len(head) + head).flatten()
+        taken = {x: getattr(self.rows, x)[row_index] for x in ("rows", "capacity", "tail_lens")}
+        taken |= {x: getattr(self.rows, x)[index] for x in ("host_page_table", "num_pages")}
         return DecodeStep(
             policy=self.policy,
             representations=self.representations,
