@@ -10,11 +10,20 @@ namespace {
 
 NumberRows rows_of(const TensorView& t) {
   const auto type = t.dtype();
-  const NumberType number = type.bits == 32           ? NumberType::kFloat32
-                            : type.code == kDLBfloat  ? NumberType::kBFloat16
-                            : type.bits == 16         ? NumberType::kFloat16
-                            : type.code == kDLInt     ? NumberType::kInt8
-                                                      : NumberType::kE4M3;
+  NumberType number = NumberType::kFloat32;
+  if (type.code == kDLBfloat) {
+    number = NumberType::kBFloat16;
+  } else if (type.code == kDLFloat8_e4m3fn) {
+    number = NumberType::kE4M3;
+  } else if (type.code == kDLInt && type.bits == 8) {
+    number = NumberType::kInt8;
+  } else if (type.code == kDLFloat && type.bits == 16) {
+    number = NumberType::kFloat16;
+  } else if (type.code != kDLFloat || type.bits != 32) {
+    TVM_FFI_THROW(ValueError) << "tail.kv: got DLPack's dtype " << static_cast<int>(type.code)
+                              << " of " << static_cast<int>(type.bits) << " bits, expected float32, "
+                              << "bfloat16, float16, float8_e4m3fn or int8";
+  }
   return {t.data_ptr(), 0, t.stride(-2), t.stride(-1), number};
 }
 

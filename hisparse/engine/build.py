@@ -43,7 +43,7 @@ from hisparse.types import KVSpec, SelectionScope
 logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineSetup:
     """All decisions that precede the allocation of memory.
 

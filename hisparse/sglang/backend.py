@@ -36,8 +36,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         session.backend = self
         if session.begins_on_alloc:
             model_runner.req_to_token_pool.register_on_alloc_rows(self._begin_requests)
-        self._spec = session.spec
-        self._scale = session.policy.scale
+        self._spec = session.setup.spec
+        self._scale = session.setup.policy.scale
         #: SGLang's number of a layer to that of the pool.
         self._layers = {layer: number for number, layer in enumerate(session.layer_ids)}
         self._last_layer = session.layer_ids[-1]
@@ -111,7 +111,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the buffers that the graphs of all batch sizes read."""
-        num_pages = self._session.sizing.request.context_pages
+        num_pages = self._session.setup.sizing.request.context_pages
         device = self._req_to_token.device
         self._static = StaticBatch(max_bs, num_pages, self._spec.page_size, device)
 

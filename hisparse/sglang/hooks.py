@@ -64,10 +64,11 @@ def around_profile_available_bytes(
     with errors_logged():
         session, draft_bytes = make_session(configurator, device_bytes)
     start_session(session)
-    logger.info("hisparse: %s", session.sizing.describe())
+    logger.info("hisparse: %s", session.setup.sizing.describe())
     # SGLang divides by its own bytes per token, whatever format hisparse stores.
-    sglang_spec = replace(session.spec, dtype=configurator.kv_cache_dtype, kv_cache_dtype="auto")
-    return session.sizing.kv_tokens * (format_of(sglang_spec).token_bytes + draft_bytes)
+    setup, dtype = session.setup, configurator.kv_cache_dtype
+    sglang_spec = replace(setup.spec, dtype=dtype, kv_cache_dtype="auto")
+    return setup.sizing.kv_tokens * (format_of(sglang_spec).token_bytes + draft_bytes)
 
 
 def _around_resolve_max_num_reqs(
@@ -78,7 +79,7 @@ def _around_resolve_max_num_reqs(
     rows = original(configurator, token_capacity)
     if session is None:
         return rows
-    return min(rows, session.sizing.max_requests - session.request_slots)
+    return min(rows, session.setup.sizing.max_requests - session.request_slots)
 
 
 def around_get_kv_pool_cls(original: Callable[..., Any], platform: Any, *, kind: str) -> Any:

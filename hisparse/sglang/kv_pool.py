@@ -49,11 +49,11 @@ class _HostPool:
 
     def _create_buffers(self) -> None:
         session = require_session()
-        spec = session.spec
+        spec = session.setup.spec
         num_pages = (self.size + self.page_size) // spec.page_size
         pin = torch.device(self.device).type == "cuda"
         with errors_logged():
-            layout = session.resolved.layout
+            layout = session.setup.resolved.layout
             self.host = HostKVPool(spec, num_pages, layout, pin=pin, ranks=session.ranks)
         session.pool = self
 

@@ -96,7 +96,7 @@ def _make_backend(model_runner: Any) -> Any:
     from hisparse.sglang.models import use_absorbed_mla
     from hisparse.sglang.session import errors_logged, require_session
 
-    if require_session().spec.attention == "MLA":
+    if require_session().setup.spec.attention == "MLA":
         use_absorbed_mla(BACKEND)
     with errors_logged():
         return HiSparseAttnBackend(model_runner)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from hisparse.cache.counters import CacheStats
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
+from hisparse.memory.sizing import resize
 
 logger = logging.getLogger("hisparse")
 
@@ -22,13 +23,14 @@ T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-class ServerSession(EngineSetup):
+class ServerSession:
     """Configuration and sizes of one rank, and the state of its current forward.
 
     SGLang creates the pools from it, after the model is loaded. A feature adds an object of its own
     with :meth:`add`, and its hooks find it with :meth:`get`.
 
     Attributes:
+        setup: the settings and sizes; :meth:`resize` lowers them.
         layer_ids: SGLang's number of each layer of the pool, ascending; empty: from 0 on.
         ranks: the processes of this node.
         request_slots: request slots beyond those of running requests.
@@ -44,6 +46,7 @@ class ServerSession(EngineSetup):
         publishers: take the statistics when the metrics are published.
     """
 
+    setup: EngineSetup
     layer_ids: Sequence[int] = ()
     ranks: NodeRanks | None = None
     request_slots: int = 0
@@ -60,7 +63,12 @@ class ServerSession(EngineSetup):
     _states: dict[type, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.layer_ids = self.layer_ids or range(self.spec.num_layers)
+        self.layer_ids = self.layer_ids or range(self.setup.spec.num_layers)
+
+    def resize(self, kv_tokens: int, max_requests: int) -> None:
+        """Lower the sizes; see :func:`hisparse.memory.sizing.resize`."""
+        sizing = resize(self.setup.sizing, kv_tokens=kv_tokens, max_requests=max_requests)
+        self.setup = replace(self.setup, sizing=sizing)
 
     def add(self, state: object) -> None:
         """Keep the object of a feature, one of each class."""

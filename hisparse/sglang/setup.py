@@ -16,7 +16,6 @@ from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import ConfigError
 from hisparse.memory.costs import Resources
 from hisparse.memory.host import free_host_memory
-from hisparse.memory.sizing import resize
 from hisparse.sglang import features
 from hisparse.sglang.models import hybrid_layers, name_of, read_model_shape
 from hisparse.sglang.ranks import (
@@ -78,11 +77,11 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[ServerSession, i
         draft_token_bytes=sum(x.device_token_bytes for x in demands),
     )
     setup = resolve(config, spec, shape.scale, resources, layers)
-    for feature in enabled:
-        feature.sized(setup, args)
     session = ServerSession(
-        **vars(setup), layer_ids=shape.layer_ids, ranks=ranks, request_slots=request_slots
+        setup=setup, layer_ids=shape.layer_ids, ranks=ranks, request_slots=request_slots
     )
+    for feature in enabled:
+        feature.sized(session, args)
     for feature in enabled:
         feature.begin(session, configurator)
     return session, sum(x.sglang_token_bytes for x in demands)
@@ -162,10 +161,10 @@ def build_coordinator(session: ServerSession, model_runner: Any) -> SparseCoordi
         )
     # --max-total-tokens and --max-running-requests may have lowered the sizes. Slot 0 is padding.
     num_slots = rows.req_to_token.shape[0]
-    session.sizing = resize(session.sizing, kv_tokens=pool.size, max_requests=num_slots - 1)
-    logger.info("hisparse: %s", session.sizing.describe())
+    session.resize(pool.size, num_slots - 1)
+    logger.info("hisparse: %s", session.setup.sizing.describe())
     return build_engine(
-        session,
+        session.setup,
         pool.host,
         device=torch.device(model_runner.device),
         gather_queries=None if session.ranks is None else gather_queries(),

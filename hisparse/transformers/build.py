@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,7 +90,8 @@ def build_store(
         ),
     )
     _check_sizes(setup, max_rows, num_pages)
-    setup.sizing = resize(setup.sizing, kv_tokens=num_pages * spec.page_size)
+    kv_tokens = num_pages * spec.page_size
+    setup = replace(setup, sizing=resize(setup.sizing, kv_tokens=kv_tokens))
     pinned = device.type == "cuda"
     with torch.cuda.device(device) if pinned else contextlib.nullcontext():
         host = HostKVPool(spec, num_pages + 1, setup.resolved.layout, pin=pinned)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hisparse.kernels import (
+    QUANTIZED,
     SketchLayout,
     TailPages,
     page_score,
@@ -123,7 +124,7 @@ def test_sketch_scores_are_those_of_the_scaled_query(
     assert ((scores - expected).abs() <= slack)[present].all()
 
 
-CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+CODES = {str(dtype).removeprefix("torch."): dtype for dtype in QUANTIZED}
 
 
 def stored_pages(k: Tensor, kind: str) -> tuple[StoredKV, Tensor]:
@@ -141,7 +142,7 @@ def stored_pages(k: Tensor, kind: str) -> tuple[StoredKV, Tensor]:
     [
         *((2, 1, 24, dtype, kind) for dtype in ("fp32", "bf16") for kind in (*DTYPES, *CODES)),
         (1, 2, 24, "bf16", "bf16"),
-        (4, 1, 24, "fp32", "fp8"),
+        (4, 1, 24, "fp32", "float8_e4m3fn"),
         (2, 1, 136, "bf16", "bf16"),
     ],
 )

@@ -89,7 +89,7 @@ REFUSED: list[Refused] = [
     ),
     ("--page-size 1", {"page_size": 1}, "--page-size is 1; expected 2 or more"),
     # Eight bits.
-    ("--kv-cache-dtype fp8_e5m2", None, "or fp8_e4m3"),
+    ("--kv-cache-dtype mxfp8", None, "or fp8_e4m3"),
     ("--kv-cache-dtype fp8_e4m3", {"algorithm": "dipr"},
      "algorithm 'dipr' cannot do kv_cache_dtype fp8_e4m3; algorithms that can: "),
     ("--kv-cache-dtype bf16", FP8, "kv_cache_dtype is fp8_e4m3 but --kv-cache-dtype is bf16"),

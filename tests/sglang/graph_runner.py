@@ -112,10 +112,12 @@ class Runner:
         self.pool = ReqToTokenPool(sim.num_slots - 1, CONTEXT, "cpu", False)
         pages = -(-CONTEXT // sim.page_size)
         self.session = SimpleNamespace(
-            spec=sim.spec,
+            setup=SimpleNamespace(
+                spec=sim.spec,
+                policy=sim.policy,
+                sizing=SimpleNamespace(request=SimpleNamespace(context_pages=pages)),
+            ),
             layer_ids=range(sim.layers),
-            policy=sim.policy,
-            sizing=SimpleNamespace(request=SimpleNamespace(context_pages=pages)),
             slots_cpu=None,
             requests=(),
             chunked_request_id=None,

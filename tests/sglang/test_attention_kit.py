@@ -82,7 +82,7 @@ def host_pool(case: kit.DenseAttentionCase) -> Any:
             device_type="cpu",
         )
         setup = resolve(config, spec, dim**-0.5, resources)
-        session.start_session(session.ServerSession(**vars(setup)))
+        session.start_session(session.ServerSession(setup=setup))
         return HiSparseMHAPool(**options)
 
     return make

@@ -19,7 +19,7 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 Gi
 @pytest.fixture(autouse=True)
 def running(monkeypatch: pytest.MonkeyPatch) -> None:
     sizing = SimpleNamespace(device_bytes=60 << 30, max_requests=200)
-    monkeypatch.setattr(session, "_session", SimpleNamespace(sizing=sizing))
+    monkeypatch.setattr(session, "_session", SimpleNamespace(setup=SimpleNamespace(sizing=sizing)))
 
 
 def capture(error: Exception) -> None:

@@ -36,9 +36,8 @@ SPECS = {
 
 def make_pool(kind: str, monkeypatch: pytest.MonkeyPatch) -> HybridLinearKVPool:
     """SGLang's pool of a hybrid, as its configurator makes it."""
-    started = SimpleNamespace(
-        spec=SPECS[kind], resolved=SimpleNamespace(layout="layer_first"), ranks=None
-    )
+    setup = SimpleNamespace(spec=SPECS[kind], resolved=SimpleNamespace(layout="layer_first"))
+    started = SimpleNamespace(setup=setup, ranks=None)
     monkeypatch.setattr(session, "_session", started)
     latent = kind == "mla"
     return HybridLinearKVPool(

@@ -44,7 +44,7 @@ def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any
     sizes = {"num_kv_heads": heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
     spec = small_spec(**sizes, attention="GQA" if kind == "mha" else "MLA")
     resolved = SimpleNamespace(layout=layout)
-    state = SimpleNamespace(spec=spec, resolved=resolved, ranks=None)
+    state = SimpleNamespace(setup=SimpleNamespace(spec=spec, resolved=resolved), ranks=None)
     monkeypatch.setattr(session, "_session", state)
     return ours(
         32, page_size=16, dtype=torch.float32, layer_num=2, device="cpu",

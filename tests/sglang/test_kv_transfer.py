@@ -91,7 +91,8 @@ def test_another_layout_is_refused(layout: HostLayout) -> None:
 
 
 def test_sglangs_own_pool_has_the_same_order_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = SimpleNamespace(spec=HEADS, resolved=SimpleNamespace(layout="layer_first"), ranks=None)
+    setup = SimpleNamespace(spec=HEADS, resolved=SimpleNamespace(layout="layer_first"))
+    state = SimpleNamespace(setup=setup, ranks=None)
     monkeypatch.setattr(session, "_session", state)
     options: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "head_num": 2}
     options |= {"head_dim": 8, "layer_num": 2, "device": "cpu", "enable_memory_saver": False}

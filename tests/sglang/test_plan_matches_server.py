@@ -117,15 +117,15 @@ def test_sizes_are_those_of_the_server(
     each = configurator(loaded(tp), config, planned.host_memory)
     pool_bytes = hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
     served = session.require_session()
-    assert served.spec == planned.spec
-    assert served.sizing == planned.sizing
-    captured = served.sizing.max_requests * (24 + 4 * 32768 // 16) + 4
-    assert served.sizing.captured_bytes == captured * (cuda_graph is not False)
+    assert served.setup.spec == planned.spec
+    assert served.setup.sizing == planned.sizing
+    captured = served.setup.sizing.max_requests * (24 + 4 * 32768 // 16) + 4
+    assert served.setup.sizing.captured_bytes == captured * (cuda_graph is not False)
     # SGLang divides by K and V of 4 layers in bfloat16, also when hisparse stores fp8.
     cell = 4 * 2 * (4 // tp) * 64 * 2
     assert pool_bytes == planned.sizing.kv_tokens * cell
-    assert served.sizing.max_requests == planned.max_requests
-    assert served.sizing.kv_tokens >= planned.max_requests * 32768
+    assert served.setup.sizing.max_requests == planned.max_requests
+    assert served.setup.sizing.kv_tokens >= planned.max_requests * 32768
 
 
 def test_without_cuda_kernels_one_line_says_why_no_step_is_captured(
@@ -141,7 +141,7 @@ def test_without_cuda_kernels_one_line_says_why_no_step_is_captured(
     caplog.set_level("INFO")
     each = configurator(loaded(1), HiSparseConfig(budget=1024), 64 * GIB)
     hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
-    assert session.require_session().sizing.captured_bytes == 0
+    assert session.require_session().setup.sizing.captured_bytes == 0
     expected = "decode steps are not captured in CUDA graphs: there are no CUDA kernels (no nvcc"
     assert caplog.text.count(expected) == 1
 
@@ -162,7 +162,7 @@ def test_replicas_divide_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     mib = int(str(planned.host_memory).removesuffix("MiB"))
     each = configurator(loaded(2), config, mib * 2**20)
     hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
-    assert session.require_session().sizing == planned.sizing
+    assert session.require_session().setup.sizing == planned.sizing
 
 
 @pytest.mark.parametrize("host_gib", [2, 64], ids=["host", "device"])
@@ -199,7 +199,7 @@ def test_a_pipeline_divides_layers_and_host_memory(
         each.layer_info = SimpleNamespace(start_layer=first)
         each.model_config.num_hidden_layers = 4
         hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
-        served.append(session.require_session().sizing)
+        served.append(session.require_session().setup.sizing)
         first += own
     tokens = min(sizing.kv_tokens for sizing in served)
     requests = min(sizing.max_requests for sizing in served)
@@ -243,11 +243,11 @@ def test_ranks_of_a_node_share_the_latents_of_mla(
     each = configurator(loaded_mla(tp), config, planned.host_memory)
     hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
     served = session.require_session()
-    assert served.sizing == planned.sizing
-    kept = kept_tensors(served.resolved.config, served.algorithm, served.policy)
-    own = host_token_bytes(kept, served.spec)
+    assert served.setup.sizing == planned.sizing
+    kept = kept_tensors(served.setup.resolved.config, served.setup.algorithm, served.setup.policy)
+    own = host_token_bytes(kept, served.setup.spec)
     assert (own > 0) == economy
     assert planned.host_bytes_per_token == MLA_TOKEN_BYTES // tp + own
-    node_bytes = served.sizing.kv_tokens * (MLA_TOKEN_BYTES + tp * own)
+    node_bytes = served.setup.sizing.kv_tokens * (MLA_TOKEN_BYTES + tp * own)
     assert 0.99 * 8 * GIB < node_bytes <= 8 * GIB
     assert (served.ranks.rank, served.ranks.size) == (tp - 1, tp)

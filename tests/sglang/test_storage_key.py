@@ -50,14 +50,14 @@ ALONE = LinkerRanks(rank=0, size=1, shared=False, group=None)
 def session_of(model: Any, **changes: Any) -> Any:
     """A session whose model attends over everything, with rotary embeddings as configured."""
     rules = (AttentionRule(0.125), AttentionRule(0.125))
-    known = {
-        "model_settings": {"layers": 2},
-        "model_config": LlamaConfig(),
+    setup = {
         "algorithm": Sketch(),
         "resolved": SimpleNamespace(config=HiSparseConfig()),
         "policy": SimpleNamespace(layer_rules=rules),
     }
-    return SimpleNamespace(model=model, **(known | changes))
+    setup |= {name: changes.pop(name) for name in setup.keys() & changes.keys()}
+    known = {"model_settings": {"layers": 2}, "model_config": LlamaConfig()}
+    return SimpleNamespace(model=model, setup=SimpleNamespace(**setup), **(known | changes))
 
 
 def namespace(

@@ -83,7 +83,12 @@ class Server:
         self.model = Model()
         session: Any = object.__new__(ServerSession)
         session.__dict__.update(
-            spec=SimpleNamespace(attention="GQA", num_layers=3),
+            setup=SimpleNamespace(
+                spec=SimpleNamespace(attention="GQA", num_layers=3),
+                algorithm=Quest(),
+                resolved=SimpleNamespace(config=HiSparseConfig()),
+                policy=SimpleNamespace(layer_rules=()),
+            ),
             coordinator=SimpleNamespace(
                 share_pages=lambda: (exact, LoadedNowhere()),
                 stored_entries=dict,
@@ -93,9 +98,6 @@ class Server:
                 on_request_begin=lambda slot: None,
                 on_request_end=lambda slot: None,
             ),
-            algorithm=Quest(),
-            resolved=SimpleNamespace(config=HiSparseConfig()),
-            policy=SimpleNamespace(layer_rules=()),
             backend=SimpleNamespace(metrics=SimpleNamespace(report=lambda now: None)),
             _states={},
         )

@@ -48,7 +48,9 @@ class Storing:
     def __init__(self, path: Path, sim: Simulator, config: HiSparseConfig | None = None) -> None:
         self.sim = sim
         resolved = SimpleNamespace(config=config or HiSparseConfig())
-        session = SimpleNamespace(coordinator=sim.coordinator, resolved=resolved)
+        session = SimpleNamespace(
+            coordinator=sim.coordinator, setup=SimpleNamespace(resolved=resolved)
+        )
         self.serializer = serializer = EntrySerializer(
             sim.coordinator.rebuilt_entries(), PER_RECORD
         )
@@ -166,7 +168,9 @@ def test_only_the_same_algorithm_and_options_find_them() -> None:
     def key(sim: Simulator, **settings: Any) -> str:
         config = HiSparseConfig.from_dict(settings)
         resolved = SimpleNamespace(config=config)
-        session = SimpleNamespace(coordinator=sim.coordinator, resolved=resolved)
+        session = SimpleNamespace(
+            coordinator=sim.coordinator, setup=SimpleNamespace(resolved=resolved)
+        )
         return representation_namespace(PAGES, session, 64).key
 
     first = key(Simulator(algorithm=Sketch()))

@@ -9,7 +9,6 @@ from hisparse.types import StoredKV
 _BIAS = 127
 #: Its bits in float32.
 _INFINITY = 0x7F800000
-_LARGEST_E4M3 = 448.0
 #: The next number of bfloat16 is beyond float16.
 _LARGEST_HALF = 65280.0
 
@@ -33,7 +32,8 @@ def _quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         codes = codes.round_().clamp_(-127, 127).nan_to_num_(0.0)
     else:
         # Some versions of PyTorch make NaN of infinity.
-        codes = codes.clamp_(-_LARGEST_E4M3, _LARGEST_E4M3)
+        most = torch.finfo(dtype).max
+        codes = codes.clamp_(-most, most)
     return codes.to(dtype).contiguous(), scale.to(torch.uint8)
 
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Final
 
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
-from hisparse.engine.build import EngineSetup
 from hisparse.sglang.models import ModelShape, hybrid_layers
 from hisparse.sglang.session import ServerSession
 
@@ -170,7 +169,7 @@ class Feature:
         """What the feature needs in this process; the arguments are those of ``own_layers``."""
         return Demand()
 
-    def sized(self, setup: EngineSetup, server_args: Any) -> None:
+    def sized(self, session: ServerSession, server_args: Any) -> None:
         """Lower the sizes of this process, or refuse them."""
 
     def begin(self, session: ServerSession, configurator: Any) -> None:

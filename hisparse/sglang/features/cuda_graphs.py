@@ -30,11 +30,12 @@ def around_capture(original: Callable[..., None], runner: Any) -> None:
     except (RuntimeError, AlgorithmError) as error:
         # Of PyTorch, of Triton, or of an algorithm that one of them ended.
         if session is not None and "out of memory" in str(error):
+            sizing = session.setup.sizing
             with errors_logged():
                 raise CapacityError(
-                    f"device_memory: hisparse got {format_bytes(session.sizing.device_bytes)}, and "
+                    f"device_memory: hisparse got {format_bytes(sizing.device_bytes)}, and "
                     f"the GPU ran out of memory while SGLang captured decode steps of up to "
-                    f"{session.sizing.max_requests} requests; lower device_memory or "
+                    f"{sizing.max_requests} requests; lower device_memory or "
                     f'--max-running-requests, or set "cuda_graph": false ({one_line(error)})'
                 ) from error
         if isinstance(error, AlgorithmError):

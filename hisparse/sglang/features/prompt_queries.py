@@ -17,7 +17,7 @@ def _around_compute_max_prefix_len(
     max_prefix_len = original(request, input_len)
     if session is None:
         return max_prefix_len
-    return max(0, min(max_prefix_len, input_len - session.algorithm.query_window))
+    return max(0, min(max_prefix_len, input_len - session.setup.algorithm.query_window))
 
 
 class PromptQueries(Feature):

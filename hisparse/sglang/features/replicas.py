@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import EngineSetup
 from hisparse.engine.capabilities import check_dense_layers
 from hisparse.memory.host import free_host_memory
-from hisparse.memory.sizing import resize
 from hisparse.sglang import ranks
 from hisparse.sglang.features.base import (
     ATTENTION_REPLICAS,
@@ -24,6 +22,7 @@ from hisparse.sglang.features.base import (
     Start,
 )
 from hisparse.sglang.models import ModelShape
+from hisparse.sglang.session import ServerSession
 from hisparse.units import resolve_memory
 
 
@@ -62,12 +61,12 @@ class Replicas(Feature):
         first = configurator.layer_info.start_layer
         return range(first, first + shape.spec.num_layers)
 
-    def sized(self, setup: EngineSetup, server_args: Any) -> None:
+    def sized(self, session: ServerSession, server_args: Any) -> None:
         """Agree with the other stages: those with fewer layers have room for more."""
         if ranks.pipeline_size() > 1:
-            sizing = setup.sizing
+            sizing = session.setup.sizing
             tokens, requests = ranks.least_of_ranks(sizing.kv_tokens, sizing.max_requests)
-            setup.sizing = resize(sizing, kv_tokens=tokens, max_requests=requests)
+            session.resize(tokens, requests)
 
 
 FEATURE = Replicas()

@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 
 from hisparse.algorithms import ALGORITHMS
-from hisparse.engine.build import EngineSetup
 from hisparse.engine.received import TransferredRequests
 from hisparse.errors import CapacityError
 from hisparse.sglang.features.base import (
@@ -77,7 +76,7 @@ class _Arrivals:
         """
         session = self.session
         assert session.coordinator is not None, "the backend is built before requests arrive"
-        size = session.spec.page_size
+        size = session.setup.spec.page_size
         slots: torch.Tensor = session.req_to_token_pool.req_to_token[slot]
         pages = slots[start : length // size * size : size] // size
         session.coordinator.on_request_begin(slot)
@@ -258,13 +257,13 @@ class Disaggregation(Feature):
         """Slots of requests that are on their way."""
         return Demand(request_slots=_extra_slots())
 
-    def sized(self, setup: EngineSetup, server_args: Any) -> None:
+    def sized(self, session: ServerSession, server_args: Any) -> None:
         """Require slots for running requests.
 
         Raises:
             CapacityError: the device holds none of them.
         """
-        extra, most = _extra_slots(), setup.sizing.max_requests
+        extra, most = _extra_slots(), session.setup.sizing.max_requests
         if most - extra < 1:
             raise CapacityError(
                 f"--disaggregation-decode-extra-slots is {extra}, and the device holds {most} "

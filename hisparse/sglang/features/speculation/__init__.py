@@ -215,11 +215,11 @@ class Speculation(Feature):
             sglang_token_bytes=draft_model.sglang_draft_bytes(configurator, shape.spec),
         )
 
-    def sized(self, setup: EngineSetup, server_args: Any) -> None:
+    def sized(self, session: ServerSession, server_args: Any) -> None:
         """Require an algorithm whose state can be undone."""
         # SGLang may have switched drafts off while it resolved its arguments.
         if server_args.speculative_algorithm is not None:
-            check_rollback(setup, server_args.speculative_algorithm)
+            check_rollback(session.setup, server_args.speculative_algorithm)
 
     def pool_mixin(self, kind: str) -> type | None:
         """Accepted drafts of n-grams are reported as moves between slots."""

@@ -107,9 +107,9 @@ def make_namespace(
     rank, num_ranks = ranks.key
     return page_namespace(
         ranks.gather(model),
-        session.policy,
-        session.algorithm,
-        session.resolved.config,
+        session.setup.policy,
+        session.setup.algorithm,
+        session.setup.resolved.config,
         serializer,
         rank=rank,
         num_ranks=num_ranks,

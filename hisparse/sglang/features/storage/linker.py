@@ -77,7 +77,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         state = session.get(StorageState)
         assert state is not None, "the session of a server with a linker has it"
         self._state = state
-        self.layer_done_counter = LayerWiseLoadCounter(session.spec.num_layers)
+        self.layer_done_counter = LayerWiseLoadCounter(session.setup.spec.num_layers)
         self.ranks = LinkerRanks.of(params, shared=pool.host.format.replicated)
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"

@@ -38,7 +38,8 @@ def representation_namespace(pages: Namespace, session: Any, record_bytes: int) 
     kinds = coordinator.representations.describe()
     # What extensions keep is named after them.
     owners = {name.partition(".")[0] for name in kinds}
-    options = {n: repr(x) for n, x in session.resolved.config.extensions.items() if n in owners}
+    extensions = session.setup.resolved.config.extensions
+    options = {name: repr(x) for name, x in extensions.items() if name in owners}
     texts = [pages.text, repr(coordinator.algorithm)]
     texts += [json.dumps(x, sort_keys=True) for x in (kinds, options)]
     return replace(
@@ -62,7 +63,7 @@ def representation_records(
     """
     if options.representations == "built" or options.backend != "file":
         return None
-    plugins = [session.algorithm, *session.resolved.config.extensions.values()]
+    plugins = [session.setup.algorithm, *session.setup.resolved.config.extensions.values()]
     foreign = [type(x).__name__ for x in plugins if not is_built_in(x)]
     if foreign:
         logger.info(
