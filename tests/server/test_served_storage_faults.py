@@ -28,15 +28,17 @@ pytestmark = pytest.mark.skipif(PART != "faults", reason="servers: make test-all
 FULL = """
     import errno, os
 
-    def install() -> None:
-        writev = os.writev
+    from hisparse.storage.pages import PageFolder
 
-        def limited(fd, views):
+    def install() -> None:
+        write = PageFolder.write
+
+        def limited(self, *args):
             if os.path.exists(os.environ["FULL_WHILE"]):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return writev(fd, views)
+            return write(self, *args)
 
-        os.writev = limited
+        PageFolder.write = limited
 """
 
 

@@ -61,12 +61,16 @@ def _patched(owner: Any, name: str, after: int, *, before: bool) -> Patch:
 def _half_written(num_bytes: int) -> Patch:
     """Die when the disk has so many bytes of a page."""
 
-    def write(fd: int, views: list[memoryview]) -> int:
-        os.write(fd, b"".join(views)[:num_bytes])
-        die()
+    write, left = os.write, [num_bytes]
+
+    def dying(fd: int, data: memoryview) -> int:
+        left[0] -= write(fd, data[: left[0]])
+        if left[0] <= 0 or len(data) < 100:
+            die()
+        return len(data)
 
     def patch() -> None:
-        os.writev = write  # type: ignore[assignment]
+        os.write = dying
 
     return patch
 
