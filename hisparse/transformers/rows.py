@@ -151,7 +151,7 @@ class RowStore:
     def _table_index(
         self, slots: np.ndarray, first: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Places ``[m]`` in the page table of pages ``first [n]`` to ``end - 1`` of ``slots [n]``."""
+        """Places ``[m]`` in the page table: pages ``first [n]`` to ``end - 1`` of ``slots [n]``."""
         count = end - first
         before = np.repeat(count.cumsum() - count, count)
         column = np.arange(count.sum()) - before + np.repeat(first, count)
