@@ -60,7 +60,8 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-TREES = {name: ast.parse(file.read_text()) for name, file in MODULES.items()}
+SOURCES = {name: file.read_text() for name, file in MODULES.items()}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 
 
 def imports_of(name: str) -> Iterator[str]:
@@ -124,6 +125,19 @@ def test_only_the_front_ends_import_their_frameworks() -> None:
                 continue
             for library in set(top) & set(allowed):
                 assert name.startswith(allowed[library]), f"{name} imports {library}"
+
+
+def test_functions_and_files_are_short() -> None:
+    """A function has at most 60 lines with its docstring and decorators, a file 400."""
+    sizes = {name: len(source.splitlines()) for name, source in SOURCES.items()}
+    long = [f"{name}: {lines} lines" for name, lines in sizes.items() if lines > 400]
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min(x.lineno for x in (node, *node.decorator_list))
+                if (lines := (node.end_lineno or first) - first + 1) > 60:
+                    long.append(f"{name}:{first} {node.name}: {lines} lines")
+    assert not long
 
 
 def test_few_modules_stand_loose() -> None:

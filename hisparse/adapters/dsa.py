@@ -55,7 +55,8 @@ def make_flash_mla_call(
     """Convert :meth:`BackendAdapter.attend`'s arguments, without a copy of the latents.
 
     Args:
-        q, kv, page_table, seq_lens, rule: as for ``attend``, without a cap or a window.
+        q: ``[R, Hq, 576]``.
+        kv, page_table, seq_lens, rule: as for ``attend``, without a cap or a window.
         query_block: number of query heads to pad ``q`` to.
     """
     size, width = kv.k.shape[2:]

@@ -71,14 +71,14 @@ class DSA(BaseSparseAlgorithm):
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        """Write the indexer's keys of new tokens, which are pages of one token each."""
+        """Write the indexer's keys ``[T, Di]`` of new tokens, which are pages of one token each."""
         stored, scales = self._stored(layer_id, step)
         store_index_keys(_inputs(step).keys, stored, host_pages, scales=scales)
 
     def _stored(
         self, layer_id: int, step: PrefillStep | DecodeStep
     ) -> tuple[Tensor, Tensor | None]:
-        """A layer's keys, and their scales if they have any."""
+        """A layer's keys ``[host pages, Di]``, and their scales if they have any."""
         stored = step.representations
         return stored[_KEY][layer_id], stored[_SCALE][layer_id] if self._scaled else None
 

@@ -56,7 +56,7 @@ class Oracle(PageScoreAlgorithm):
         return scores.flatten(1, 2)
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-        """:meth:`score` by a kernel that reads the keys in place; the kernel is for CPUs only."""
+        """``query [B, Hq, D]`` -> ``[B, Hq, P]``; on a CPU, a kernel reads the keys in place."""
         if query.device.type != "cpu":
             return super().score_pages(query, layer_id, step)
         return key_score(

@@ -62,13 +62,16 @@ class Quest(RankedPagesAlgorithm):
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        """Write the key ranges of complete pages."""
+        """Write the key ranges of complete pages, from ``keys [P, S, Hkv, D]``."""
         stored = step.representations
         scales = stored["scale"][layer_id] if "scale" in stored else None
         page_summary(keys, stored["summary"][layer_id], host_pages, scales=scales)
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-        """The bound sum_d max(q_d * high_d, q_d * low_d), maximised over a page's ranges."""
+        """The bound sum_d max(q_d * high_d, q_d * low_d), maximised over a page's ranges.
+
+        ``query [B, Hq, D]`` -> ``[B, Hq, P]`` in its dtype.
+        """
         stored = step.representations
         table = step.host_page_table[:, : step.max_pages]
         scales = stored["scale"][layer_id] if "scale" in stored else None

@@ -59,7 +59,7 @@ class SnapKV(BaseSparseAlgorithm):
     def construct_representations(
         self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
-        """Move the window over the chunk's queries; count its votes when the prompt ends."""
+        """Move the window over ``queries [T, Hq, D]``; count its votes when the prompt ends."""
         state = {name: x[layer_id, step.slot] for name, x in _state(step).items()}
         window = torch.cat([state[_WINDOW], queries])[-self.window :]
         state[_WINDOW].copy_(window)

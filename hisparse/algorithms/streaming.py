@@ -24,7 +24,7 @@ class Streaming(RankedPagesAlgorithm):
         return {}
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-        """A page's score is its number: the later, the higher."""
+        """``[B, 1, P] float32``; a page's score is its number: the later, the higher."""
         width, device = step.max_pages, query.device
         page = step.once("page", lambda: torch.arange(width, dtype=torch.float32, device=device))
         return page.expand(len(query), 1, -1)

@@ -56,7 +56,7 @@ class TopP(BaseSparseAlgorithm):
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        """Quantise the keys of complete pages."""
+        """Quantise the keys ``[P, S, Hkv, D]`` of complete pages."""
         keys = keys.float()
         low = keys.amin(-1, keepdim=True)
         width = (keys.amax(-1, keepdim=True) - low) / _LEVELS

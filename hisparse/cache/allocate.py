@@ -243,7 +243,7 @@ def memlock_limit() -> str:
 
 
 def _commit(tensor: Tensor) -> None:
-    """Touch every page, by all processors of this thread: CUDA would do it with one."""
+    """Touch every page of ``tensor [bytes]``, by all processors of this thread, not one."""
     pieces = tensor.split(_TOUCHED_BYTES)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda piece: piece[:: mmap.PAGESIZE].zero_(), pieces))

@@ -112,7 +112,7 @@ class RowCapacities:
         return new
 
     def _targets(self) -> np.ndarray:
-        """Targets of the live requests: the smallest are raised until all pages are used."""
+        """Targets of the live requests ``[n]``, in pages: the smallest rise until all are used."""
         needs, held = self._needs[self.live], self.held[self.live]
         wanted, required = _with_headroom(needs), needs.clip(self._min, self._max)
         if required.sum() <= self._pages:
@@ -133,7 +133,7 @@ class RowCapacities:
 
 
 def _with_headroom(needs: np.ndarray) -> np.ndarray:
-    """``needs`` pages and a sixteenth more, rounded up to the next multiple of 16.
+    """``needs [n]`` pages and a sixteenth more, rounded up to the next multiple of 16.
 
     With this headroom a decoding row changes its capacity only once in some hundred tokens.
     """
@@ -251,6 +251,7 @@ class Residency:
             verify_capacity(rows, new, device.capacity, num_free)
 
     def _state_rows(self, slots: list[int]) -> Tensor:
+        """``[len(slots) * H] int64``, the state rows of request slots."""
         heads = self._device.heads
         rows = [slot * heads + head for slot in slots for head in range(heads)]
         return upload(rows, self._device.device, torch.int64)

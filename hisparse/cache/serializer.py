@@ -92,6 +92,7 @@ class PageSerializer:
         _wait_for_writes(self._entries)
 
     def _slots(self, pages: Tensor) -> Tensor:
+        """Host slots ``[P * S] int64`` of the tokens of ``pages [P] int64``."""
         size = self._host.kv.page_size
         return (pages[:, None] * size + torch.arange(size)).flatten()
 
@@ -141,7 +142,7 @@ class EntrySerializer:
 
 
 def _sorted(entries: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors by their names. Those of one byte are integers: PyTorch does not index float8."""
+    """Tensors ``[L, host pages, ...]`` by name; float8 as uint8, which PyTorch can index."""
     found = (entries[name] for name in sorted(entries))
     return [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in found]
 

@@ -167,7 +167,8 @@ def resolve(
         spec: shapes of the model.
         scale: softmax scale.
         resources: memory and limits.
-        layers: the model's numbers of the layers of ``spec``, for ``dense_layers``; None: from 0.
+        layers: the model's numbers of the layers of ``spec``, for ``dense_layers``, or None if they
+            start at 0.
 
     Raises:
         ConfigError: a setting is incompatible with the model or with another setting.
@@ -221,8 +222,8 @@ def build_engine(
         setup: all decisions; the sizing matches the host pool.
         host: the KV pool.
         device: device of the device pages, representations and tables.
-        gather_queries: joins the query heads of ranks whose model has the same KV heads; None:
-            this is the only rank.
+        gather_queries: joins the query heads of ranks whose model has the same KV heads, from
+            ``[B, Hq, D]`` to ``[B, ranks * Hq, D]``; or None if this is the only rank.
     """
     sizing, size = setup.sizing, setup.spec.page_size
     logger.info("adapter %s: %s", *setup.adapter)
@@ -275,8 +276,6 @@ def build(
     types: dict[str, type[Extension]] = {x: EXTENSIONS.get(x) for x in config.extensions}
     named, num_layers = [x for cls in types.values() for x in cls.counters], policy.kv.num_layers
     counters = Counters(device, named, layers=num_layers if config.layer_metrics else 0)
-    if config.overlap and streams is None:
-        streams = make_streams(device)
     policy = replace(policy, invalid_scores=counters.total("invalid_scores"))
     manager = _make_manager(config, policy, host, sizes, device, counters, streams)
     kept = kept_tensors(config, algorithm, policy)
@@ -289,11 +288,7 @@ def build(
         device=device,
     )
     call(algorithm.initialize, None, representations.tensors, policy)
-    # Ranks exchange queries only where all heads share a selection that K, V and queries decide. An
-    # algorithm that keeps a prompt's queries keeps those of this rank's heads.
-    shared = host.format.replicated and policy.heads == 1 and not algorithm.query_window
-    if not shared or any(each.source != "kv" for each in kept.values()):
-        gather_queries = None
+    exchanges = _exchanges_queries(host, algorithm, policy, kept)
     components = Components(
         config=config,
         policy=policy,
@@ -307,10 +302,25 @@ def build(
             dense_layers=resolved.dense_layers,
             reuse_layers=config.reuse_layers,
         ),
-        gather_queries=gather_queries,
+        gather_queries=gather_queries if exchanges else None,
     )
     extensions = {n: cls(config.extensions[n], components) for n, cls in types.items()}
     return SparseCoordinator(components, extensions)
+
+
+def _exchanges_queries(
+    host: HostKVPool,
+    algorithm: BaseSparseAlgorithm,
+    policy: SelectionPolicy,
+    kept: dict[str, Representation],
+) -> bool:
+    """Whether ranks with the same KV heads select for all query heads together.
+
+    They do so only where all heads share a selection that K, V and queries decide. An algorithm
+    that keeps a prompt's queries keeps those of its rank's heads only.
+    """
+    shared = host.format.replicated and policy.heads == 1 and not algorithm.query_window
+    return shared and all(each.source == "kv" for each in kept.values())
 
 
 def _make_manager(
@@ -322,6 +332,8 @@ def _make_manager(
     counters: Counters,
     streams: SideStreams | None,
 ) -> SparseKVCacheManager:
+    if config.overlap and streams is None:
+        streams = make_streams(device)
     pool = DevicePool(
         policy.kv,
         heads=policy.heads,

@@ -188,7 +188,7 @@ class SparseCoordinator:
         self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
 
     def before_step(self, slots: np.ndarray, seq_lens: np.ndarray, sparse: np.ndarray) -> None:
-        """Tell the extensions of a decode step; see :meth:`Extension.before_step`."""
+        """Tell the extensions of a step; ``[B]`` each, see :meth:`Extension.before_step`."""
         for extension in self._before_step:
             call(extension.before_step, None, slots, seq_lens, sparse)
 

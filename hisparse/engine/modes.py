@@ -144,7 +144,12 @@ class AttentionModes:
         return Runs(ends, np.where(fits, seq_lens.shape[1], selections))
 
     def of_dense_layers(self, seq_lens: np.ndarray, capacities: np.ndarray) -> ModeMasks | None:
-        """Modes in a layer that is always dense; None: the model has no such layer."""
+        """Modes in a layer that is always dense, or None if the model has no such layer.
+
+        Args:
+            seq_lens: ``[B]``, tokens of each request, the new one included.
+            capacities: ``[B]``, device pages of each of its rows.
+        """
         if not self._num_dense:
             return None
         fits = capacities >= (seq_lens - 1) // self._policy.kv.page_size
@@ -167,7 +172,7 @@ class AttentionModes:
     def count(
         self, counters: Counters, seq_lens: np.ndarray, masks: ModeMasks, dense: ModeMasks | None
     ) -> None:
-        """Add the numbers that the host knows of a step, for all layers."""
+        """Add the numbers that the host knows of a step: ``seq_lens [B]``, for all layers."""
         kv, heads = self._policy.kv, self._policy.heads
         counters.add("written_bytes", len(seq_lens) * format_of(kv).token_bytes)
         counters.add("selections", len(self._followers) * heads * int(masks.sparse.sum()))

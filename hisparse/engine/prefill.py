@@ -46,7 +46,7 @@ class PrefillChunk:
 
     @cached_property
     def host_pages_cpu(self) -> Tensor:
-        """``host_pages`` copied to the host once, for the copy engine."""
+        """``host_pages [P] int32`` copied to the host once, for the copy engine."""
         return self.host_pages.cpu()
 
 
@@ -193,6 +193,7 @@ class Prefill:
         return chunk.host_pages[first:last], keys, values
 
     def _store(self, layer_id: int, host_pages: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Let extensions store pages: ``keys, values [P, S, Hkv, D]``, ``host_pages [P] int32``."""
         for extension in self._storing:
             call(extension.store_pages, layer_id, layer_id, keys, values, host_pages)
 
@@ -211,7 +212,7 @@ class Prefill:
         return self._manager.staging.tiles(layer_id, chunk.slot, pages, end, first)
 
     def _context_keys(self, layer_id: int, chunk: PrefillChunk) -> Iterator[tuple[int, Tensor]]:
-        """Read all keys up to the end of the chunk; see :class:`PrefillStep`."""
+        """Read all keys ``[t, Hkv, D]`` up to the end of the chunk; see :class:`PrefillStep`."""
         # The chunk itself is read back, so its write has to end first.
         self.join()
         for position, keys, _ in self._read(self._tiles(layer_id, chunk, chunk.end)):
@@ -291,7 +292,7 @@ class Prefill:
     ) -> Attended:
         """Attend over keys whose first one is ``first_key`` tokens after the first query.
 
-        ``positions`` count from the first query.
+        ``q [T, Hq, D]``, ``k, v [t, Hkv, D]``; ``positions [T, K]`` count from the first query.
         """
         adapter = self._components.adapter
         if positions is not None:

@@ -23,8 +23,8 @@ class RestoredPages:
 
     Args:
         manager: reads K and V.
-        build: builds the representations of a chunk, which has no queries; None: pages come with
-            their representations.
+        build: builds the representations of a chunk, which has no queries, or None if pages come
+            with their representations.
     """
 
     def __init__(self, manager: SparseKVCacheManager, build: Build | None) -> None:
@@ -44,11 +44,11 @@ class RestoredPages:
         return len(pages)
 
     def drop(self, pages: Tensor) -> None:
-        """Forget pages whose request will not run."""
+        """Forget ``pages [P] int64``, whose request will not run."""
         self._pending[pages.numpy()] = False
 
     def begin(self, chunks: Sequence[PrefillChunk]) -> bool:
-        """Find the restored pages before a prefill's chunks; False: there are none."""
+        """Find the restored pages before a prefill's chunks, and return whether there are any."""
         self._chunks = []
         if not self._has_pending:
             return False
@@ -103,7 +103,7 @@ class TransferredRequests:
 
     Args:
         manager: reads K and V.
-        build: builds representations; None: the pages come with them.
+        build: builds representations, or None if the pages come with them.
     """
 
     def __init__(self, manager: SparseKVCacheManager, build: Build | None) -> None:
@@ -135,7 +135,7 @@ class TransferredRequests:
         return not self._waiting.isdisjoint(slots)
 
     def begin(self, slots: np.ndarray, seq_lens: np.ndarray, host_page_table: Tensor) -> bool:
-        """Find the requests that start in a decode step; False: there are none.
+        """Find the requests that start in a decode step, and return whether there are any.
 
         Args:
             slots: ``[B]``, request slots.

@@ -108,7 +108,7 @@ class Representations:
     def write(
         self, layer_id: int, slot: int, host_pages: Tensor, entries: Mapping[str, Tensor]
     ) -> None:
-        """Write entries that :meth:`read` returned."""
+        """Write ``entries``, in the shapes and dtypes of :meth:`read`, to ``host_pages [P]``."""
         self.apply_resets()
         for name, values in entries.items():
             where = host_pages if self._saved[name].per == "page" else slot
@@ -136,7 +136,7 @@ class _LayerTensor(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, layers: Sequence[int]) -> _LayerTensor:
-        """A view of ``tensor``, whose entries belong to ``layers``, ascending."""
+        """A view of ``tensor [n, ...]``, whose entries belong to the n ``layers``, ascending."""
         view = tensor.as_subclass(cls)
         view._places = {layer: place for place, layer in enumerate(layers)}
         return view
@@ -156,6 +156,7 @@ class _LayerTensor(Tensor):
 
 
 def _zeros(kind: Representation, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A tensor ``[*shape]`` in the dtype of ``kind`` and in its memory."""
     if kind.memory == "device" or device.type == "cpu":
         return zeros(shape, kind.dtype, device)
     num_bytes = torch.Size(shape).numel() * kind.dtype.itemsize

@@ -240,6 +240,7 @@ class _Verification:
         self._manager.loader.diff(layer_id, part, Selection(pages, lengths))
 
     def _upload(self, values: np.ndarray) -> Tensor:
+        """``values`` as int64 on the device, in the same shape."""
         return upload(values, self._device, torch.int64)
 
     def _rows_of(self, requests: Tensor) -> Tensor:
@@ -273,6 +274,6 @@ class _Verification:
         return _Saved(rows, entries, [])
 
     def _tensors(self, layer_id: int) -> list[Tensor]:
-        """Representations of pages, if the layer has any."""
+        """Representations of pages, ``[L, host pages, *shape]`` each, if the layer has any."""
         has_entries = self._manager.host.kv.has_entries(layer_id)
         return self._engine.representations.per_page if has_entries else []

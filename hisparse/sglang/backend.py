@@ -296,7 +296,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         indexer: IndexerInputs | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """The coordinator's attention of the real tokens, then zeros for the padding."""
+        """Attend the real tokens of ``q [T, Hq * D]`` -> ``[T, Hq * Dv]``; zeros for padding."""
         spec, padded, tokens = self._spec, q.shape[0], self.num_tokens
         latent = spec.attention == "MLA"
         if padded != tokens:

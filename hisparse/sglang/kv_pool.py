@@ -91,9 +91,11 @@ class _HostPool:
         write_tokens(new, self.host.stored(number), loc)
 
     def _get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Keys of a layer, ``[slots, Hkv, D]``."""
         return self._token_view(layer_id)[0]
 
     def _get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """Values of a layer, ``[slots, Hkv, Dv]``."""
         return self._token_view(layer_id)[1]
 
     def _token_view(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -112,7 +112,10 @@ def _gather(group: Any, value: T) -> list[T]:
 
 
 def gather_queries() -> Callable[[Tensor], Tensor] | None:
-    """Joins the query heads of the ranks that divide them."""
+    """Joins the query heads of the ranks: ``[B, Hq, D]`` -> ``[B, ranks * Hq, D]``.
+
+    None if this is the only rank.
+    """
     from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
     group = get_attn_tp_group()

@@ -24,7 +24,7 @@ _TAG = "_hisparse_cache"
 
 
 def key_origin(keys: Tensor) -> tuple[HiSparseCache, int] | None:
-    """The cache and the layer that new keys belong to, if :meth:`HiSparseCache.update` gave them.
+    """The cache and the layer of new keys ``[B, Hkv, T, D]`` from :meth:`HiSparseCache.update`.
 
     A model passes its cache only to ``update``, and passes the keys that ``update`` returns to the
     attention function. The tag on the keys identifies the cache without any global state.

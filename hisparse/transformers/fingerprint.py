@@ -45,7 +45,7 @@ def model_fingerprint(model: Any) -> str:
 
 
 def _other_ropes(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Frequencies of rotary embeddings that are not those of the configuration."""
+    """Frequencies ``[D / 2]`` of rotary embeddings that are not those of the configuration."""
     expected = [frequencies for _, (frequencies, _) in rotary_frequencies(model.config)]
     for name, x in model.named_buffers():
         if name.endswith("inv_freq"):

@@ -137,7 +137,7 @@ class RowStore:
         return np.array(slots, dtype=np.int64)
 
     def close(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """End rows and free their request slots and host pages."""
+        """End rows of ``slots [n]``, ``lengths [n]`` tokens; free their slots and host pages."""
         self._drop_pages(slots, lengths, np.zeros_like(lengths))
         for slot in slots.tolist():
             self.coordinator.on_request_end(slot)
@@ -151,14 +151,14 @@ class RowStore:
     def _table_index(
         self, slots: np.ndarray, first: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Index into the page table of the pages ``first`` to ``end - 1`` of each slot."""
+        """Places ``[m]`` in the page table: pages ``first [n]`` to ``end - 1`` of ``slots [n]``."""
         count = end - first
         before = np.repeat(count.cumsum() - count, count)
         column = np.arange(count.sum()) - before + np.repeat(first, count)
         return np.repeat(slots, count), column
 
     def grow(self, slots: np.ndarray, lengths: np.ndarray, new_lengths: np.ndarray) -> None:
-        """Allocate host pages so that the rows hold ``new_lengths`` tokens.
+        """Allocate host pages so that ``slots [n]`` hold ``new_lengths [n]`` tokens.
 
         Raises:
             CapacityError: fewer pages are free; nothing has changed.
@@ -171,7 +171,7 @@ class RowStore:
         self.pages.free(self._table[index])
 
     def shrink(self, slots: np.ndarray, lengths: np.ndarray, new_lengths: np.ndarray) -> None:
-        """Shorten rows to ``new_lengths`` tokens.
+        """Shorten the rows of ``slots [n]`` from ``lengths [n]`` to ``new_lengths [n]`` tokens.
 
         The rows lose their device pages, and algorithms forget their state of the request, which
         may depend on removed tokens. Representations of the remaining pages stay.

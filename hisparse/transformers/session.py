@@ -158,7 +158,7 @@ class StoredPages:
         return self._rows.page_table(slots, int(self._rows.num_pages(lengths)[0]))[0].long().cpu()
 
     def _read(self, keys: Sequence[str], pages: Tensor) -> int:
-        """Fill host pages with records until one is absent. Returns the number of records."""
+        """Fill ``pages [P] int64`` with records up to an absent one; returns how many records."""
         per_record, rows = self._serializer.pages_per_record, self._block_rows
         data = torch.empty(min(rows, len(keys)), self._serializer.record_bytes, dtype=torch.uint8)
         self._wait()
@@ -176,7 +176,7 @@ class StoredPages:
         return len(keys)
 
     def _represent(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Build the representations of all pages of a row, whatever forward comes next."""
+        """Build the representations of all pages of a row: ``slots, lengths [1]``."""
         table = self._rows.page_table(slots, int(self._rows.num_pages(lengths)[0]))[0]
         after = PrefillChunk(
             slot=int(slots[0]), start=int(lengths[0]), length=0, offset=0, host_pages=table

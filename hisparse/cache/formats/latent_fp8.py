@@ -50,6 +50,7 @@ class LatentFP8(LatentFormat):
         return self._decode_pages
 
     def _decode_pages(self, stored: StoredKV, pages: Tensor) -> tuple[StoredKV, Tensor]:
+        """Decode ``pages [n] int32`` -> ``[n, 1, S, D]`` and their new places ``[n] int32``."""
         shape = (*pages.shape, *stored.k.shape[1:-1])
         decoded = self._decode(stored.k[:, 0], pages, shape, None)
         own = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device)
@@ -78,7 +79,9 @@ class LatentFP8(LatentFormat):
         seq_lens: Tensor,
         rule: AttentionRule,
     ) -> Attended:
-        """Decode the pages of a table and attend over them: every adapter of latents can.
+        """Decode the pages of ``page_table [R, P]``, attend: ``q [R, Hq, D]`` -> ``[R, Hq, Dv]``.
+
+        Every adapter of latents can attend over decoded pages.
 
         A dense context is decoded and merged in parts as wide as a selection and its tail page. The
         parts depend on ``max_pages`` alone, so a request's sums do not depend on others. The table

@@ -65,7 +65,7 @@ class TailEstimate(Extension):
         return [TableLimits(heads, rows, context_pages, queries, stored_heads, 1)]
 
     def store_pages(self, layer_id: int, keys: Tensor, values: Tensor, host_pages: Tensor) -> None:
-        """Store the means of complete pages."""
+        """Store means of complete pages: ``keys, values [P, S, Hkv, D]``, ``host_pages [P]``."""
         for name, tokens in ((_MEAN_K, keys), (_MEAN_V, values)):
             if name in self.context.state:
                 means = self.context.state[name][layer_id]
@@ -79,7 +79,7 @@ class TailEstimate(Extension):
         step: DecodeStep,
         attended: Attended,
     ) -> Attended:
-        """Merge in attention over the means of the unselected full pages."""
+        """Merge attention over the means of the unselected full pages: ``queries [R, Q, D]``."""
         return merge_attended(attended, self._estimate(layer_id, queries, selection, step))
 
     def _estimate(

@@ -122,7 +122,7 @@ class Trace(Extension):
         return {_PAGES: Representation(shape, torch.int32, per="request", saved=False)}
 
     def before_step(self, slots: np.ndarray, seq_lens: np.ndarray, sparse: np.ndarray) -> None:
-        """Remember which requests are beyond the budget: others attend all of their pages."""
+        """Remember the requests beyond the budget, ``[B]`` each; others attend all pages."""
         chosen = sparse & (seq_lens > self._most_tokens)
         self._step = slots[chosen], seq_lens[chosen]
 

@@ -124,6 +124,7 @@ class IndexerTransfers(Transfers):
 
 
 def _stored_entries() -> dict[str, Tensor]:
+    """The engine's saved tensors of pages by name, ``[L, host pages, *shape]``."""
     coordinator = require_session().coordinator
     assert coordinator is not None, "the backend is built before requests run"
     return coordinator.stored_entries()

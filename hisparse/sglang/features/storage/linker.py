@@ -185,7 +185,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _load(
         self, rid: str, names: list[str], first: int, pages: Tensor, ready: Sequence[Any]
     ) -> bool:
-        """Load ``first`` pages that all servers share, then those of the request itself."""
+        """Load host ``pages [P] int64``: ``first`` records that all servers share, then its own."""
         end = first * self.serializer.pages_per_record
         if first:
             if not self._loaders[0].load(names[:first], pages[:end], ready):
@@ -196,7 +196,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return self.swap.load(rid, names[first:], pages[end:], ready)
 
     def _add_loaded(self, names: list[str], pages: Tensor, ready: Sequence[Any]) -> None:
-        """Load the representations of the pages ``names``; the others are built."""
+        """Load the representations ``names`` of ``pages [P] int64``; the others are built."""
         unbuilt = pages
         if names and self._representations is not None:
             end = len(names) * self.serializer.pages_per_record

@@ -72,19 +72,19 @@ class RecordBuffer:
     get_ksize_per_token = get_size_per_token
 
     def get_data_page(self, index: int, flat: bool = True) -> Tensor:
-        """A row."""
+        """Row ``index``, ``[row_bytes] uint8``, a view."""
         return self.data[index]
 
     def get_dummy_flat_data_page(self) -> Tensor:
-        """Memory like a row."""
+        """Memory of a row, ``[row_bytes] uint8``."""
         return torch.empty_like(self.data[0])
 
     def set_from_flat_data_page(self, index: int, data_page: Tensor) -> None:
-        """Fill a row."""
+        """Fill row ``index`` with ``data_page [row_bytes] uint8``."""
         self.data[index] = data_page
 
     def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and sizes of rows."""
+        """Addresses, and sizes in bytes, of rows ``indices [n] int64``."""
         rows = indices.tolist()
         return [self.data[row].data_ptr() for row in rows], [self.data.shape[1]] * len(rows)
 

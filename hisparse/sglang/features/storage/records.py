@@ -104,14 +104,15 @@ class RecordStore:
             yield keys[first:end], pages[first * per_record : end * per_record]
 
     def copy_from_pool(self, pages: Tensor, block: int) -> None:
-        """Copy host pages to the records of a block."""
+        """Copy host pages ``[records * pages_per_record]`` to the records of a block."""
         self.serializer.read(pages, self._data(block, pages))
 
     def copy_to_pool(self, block: int, pages: Tensor) -> None:
-        """Copy the records of a block to host pages."""
+        """Copy the records of a block to host pages ``[records * pages_per_record]``."""
         self.serializer.write(pages, self._data(block, pages))
 
     def _data(self, block: int, pages: Tensor) -> Tensor:
+        """The records of a block, ``[records, record_bytes] uint8``."""
         buffer = self.storage.buffer
         rows = buffer.rows(block, len(pages) // self.serializer.pages_per_record)
         return buffer.data[rows.start : rows.stop, : self.serializer.record_bytes]

@@ -170,7 +170,7 @@ class RequestSwap:
         return names
 
     def _write(self, names: Sequence[str], pages: Tensor) -> bool:
-        """Copy pages out of the KV pool, and write them; whether all are stored, and in time."""
+        """Copy ``pages [P] int64`` out of the KV pool, and write them; whether all are in time."""
         records, keys = self._records, self._records.keys(names)
         limit_s = self._health.limit_s(len(keys) * records.serializer.record_bytes)
         end, calls = time.monotonic() + limit_s, list[Future[bool]]()

@@ -96,7 +96,7 @@ class PageLoader:
         return pages[num_pages:] if loaded else pages
 
     def _load_block(self, keys: Keys, pages: Tensor, ready: Sequence[Any], gate: Gate) -> bool:
-        """Read one block of records and, if all are whole, move them into the KV pool."""
+        """Read one block of records and, if all are whole, move them to host ``pages [P]``."""
         if gate.closed:
             return False
         records, buffer = self._records, self._records.storage.buffer
@@ -255,7 +255,7 @@ class PageWriter:
         return not job.gate.closed and self._records.health.is_usable(self._calls)
 
     def _store_block(self, job: _Job, keys: Keys, pages: Tensor) -> bool:
-        """Copy records of a job, then put them."""
+        """Copy records of a job from host pages ``[records * pages_per_record]``, then put them."""
         records, buffer = self._records, self._records.storage.buffer
         block = buffer.take(records.health.timeout_s) if self._may_call(job) else None
         if block is None:
