@@ -281,12 +281,10 @@ def test_calls_beside_close_end_without_an_error(tmp_path: Path) -> None:
         store = FileStore(tmp_path, 1 << 30)
 
         def work(first: int, store: FileStore = store) -> None:
-            number = 0
-            while store.find(large, keys):
+            for number in range(30):
                 read(store, keys, large)
-                key = key_of(1000 * first + number % 1000)
+                key = key_of(1000 * first + number)
                 store.put(NAMESPACE, key, contents(key))
-                number += 1
 
         with ThreadPoolExecutor(2) as pool:
             works = [pool.submit(work, 2 * turn + i) for i in range(2)]
