@@ -93,13 +93,23 @@ class PrivateFolder:
         return not self.read_only and bool(os.fstat(self.fd).st_mode & 0o077)
 
     def tighten(self) -> None:
-        """Let nobody else look into the folder.
+        """Let nobody else look into the folder, if others could, and into its files.
+
+        Files that others could write to stay as they are, and are refused as before.
 
         Raises:
             OSError: the file system refuses.
         """
         if self.is_open_to_others():
             os.fchmod(self.fd, 0o700)
+            for entry in self.entries():
+                with contextlib.suppress(FileNotFoundError):
+                    if self.is_private_file(entry.stat(follow_symlinks=False)):
+                        os.chmod(entry.name, 0o600, dir_fd=self.fd)
+
+    def is_private_file(self, about: os.stat_result) -> bool:
+        """Whether :meth:`open` takes a file of which :func:`os.lstat` says this."""
+        return about.st_mode & 0o170022 == stat.S_IFREG and about.st_uid in self._owners
 
     def open(self, name: str, flags: int) -> int:
         """Open a file of the folder; a new one has mode 600.

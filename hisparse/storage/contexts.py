@@ -30,7 +30,7 @@ from hisparse.storage.namespace import Namespace
 #: Seconds to wait for other processes.
 _WAIT_S: Final = 10.0
 #: Counted up when the tables change.
-_VERSION: Final = 2
+_VERSION: Final = 3
 #: Keys that are looked up in the store at once.
 _BATCH: Final = 500
 #: ``start``: pages before the branch. ``keys``: its keys, one after the other, of equal lengths.
@@ -114,7 +114,9 @@ class Contexts:
         with self._named_errors(), contextlib.ExitStack() as stack:
             self._database = self._connect(private.read_only)
             stack.callback(self._database.close)
-            if not self._version():
+            if private.read_only:
+                self._database.execute("PRAGMA query_only = ON")
+            elif not self._version():
                 self._database.execute("PRAGMA auto_vacuum = FULL")
                 self._database.execute("PRAGMA journal_mode = WAL")
                 self._database.executescript(_SCHEMA)
@@ -126,16 +128,20 @@ class Contexts:
             stack.pop_all()
 
     def _connect(self, read_only: bool) -> sqlite3.Connection:
-        """Open the file, for all threads; one in memory in place of a file that nobody can make."""
-        name = str(self._path)
-        if read_only:
-            is_there = self._path.exists()
-            name = f"{self._path.as_uri()}?mode=ro&immutable=1" if is_there else ":memory:"
+        """Open the file, for all threads; if this user cannot write to it, a copy in memory."""
         # It survives a loss of power, though not its last transactions.
         database = sqlite3.connect(
-            name, timeout=_WAIT_S, isolation_level=None, check_same_thread=False, uri=read_only
-        )
+            ":memory:" if read_only else self._path,
+            timeout=_WAIT_S, isolation_level=None, check_same_thread=False,
+        )  # fmt: skip
         database.execute("PRAGMA synchronous = NORMAL")
+        if read_only and self._path.exists():
+            # SQLite cannot lock it, and another user may write to it later.
+            name = f"{self._path.as_uri()}?mode=ro&immutable=1"
+            with contextlib.closing(sqlite3.connect(name, uri=True)) as found:
+                found.backup(database)
+        elif read_only:
+            database.executescript(_SCHEMA)
         return database
 
     def _version(self) -> int:

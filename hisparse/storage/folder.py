@@ -6,9 +6,13 @@
     pages/NAMESPACE/namespace.json    the text of the namespace
     pages/NAMESPACE/*.new             a file that is being written
     contexts.sqlite                   see contexts.py
-    size                              bytes of all pages (int64, little-endian)
+    hisparse.size                     bytes of all pages, as a sum
 
 NAMESPACE and PAGE are keys, in hexadecimal.
+
+The numbers of ``hisparse.size`` are pairs of int64, little-endian: bytes added and removed. Each
+process appends a pair of its own. The first pair corrects the sum after a scan of all files; only
+the process that evicts changes it. So nobody locks the file or waits for it.
 """
 
 from __future__ import annotations
@@ -20,22 +24,26 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.private_files import NotPrivateError, PrivateFolder
 from hisparse.storage.contexts import contexts_path
 from hisparse.storage.namespace import Namespace
-from hisparse.storage.pages import PageFile, PageFolder, disk_bytes
+from hisparse.storage.pages import PageFile, PageFolder
 
 logger = logging.getLogger(__name__)
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
-_SIZE: Final = "size"
-#: Names in the folder of a store.
-_STORE_NAMES: Final = re.compile(r"(pages|size|contexts\.sqlite(-\w+)?)")
+_SIZE: Final = "hisparse.size"
+#: Names in the folder of a store, and in those of earlier versions.
+_STORE_NAMES: Final = re.compile(r"(pages|hisparse\.size|contexts\.sqlite(-\w+)?)")
+_OLD_NAMES: Final = ("segments", "index.sqlite")
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -68,9 +76,17 @@ class StoreFolder:
 
     def __init__(self, path: Path, *, create: bool) -> None:
         self._folders: dict[str, PageFolder] = {}
-        self._lock, self._size_fd = threading.Lock(), -1
+        self._lock, self._size_lock = threading.Lock(), threading.Lock()
+        #: What this process has added and removed, and where in the file it says so.
+        self._added, self._removed, self._place = 0, 0, 0
         try:
             self.path = path.expanduser().absolute()
+            if old := [name for name in _OLD_NAMES if (self.path / name).exists()]:
+                raise ConfigError(
+                    f"store {quoted(str(path))}: got a store of an earlier version ({old[0]}), "
+                    "expected a new folder or a store of this version: end the old servers, and "
+                    "delete the folder"
+                )
             if not create and not self._is_store():
                 raise ConfigError(f"got {quoted(str(path))}, expected the folder of a store")
             self._open()
@@ -88,24 +104,28 @@ class StoreFolder:
         return (self.path / _SIZE).exists() or any(map(_NAMESPACE.fullmatch, names))
 
     def _open(self) -> None:
-        root = PrivateFolder(self.path, or_roots=True)
-        if root.is_open_to_others():
+        self._root = root = PrivateFolder(self.path, or_roots=True)
+        if is_open := root.is_open_to_others():
             names = {entry.name for entry in root.entries()}
             if not self._is_store() and not all(map(_STORE_NAMES.fullmatch, names)):
                 raise NotPrivateError(
                     f"{self.path} has other files, and others can read it; expected a new or empty "
                     "folder, or a store: give the store a folder of its own"
                 )
+            logger.warning(
+                "store %s: others could read it; its folders have mode 700 now, its files mode 600",
+                self.path,
+            )
             root.tighten()
-            logger.warning("store %s: others could read it; its mode is 700 now", self.path)
         self._pages = PrivateFolder(self.path / "pages", parent=root, or_roots=True)
         self.read_only = root.read_only or self._pages.read_only
-        for _ in self.folders():
-            pass  # Others could have written to one of them.
+        for folder in self.folders():  # Others could have written to one of them.
+            if is_open:
+                folder.tighten()
+        if is_open:
+            self._pages.tighten()
         if not self.read_only:
-            self._size_fd = root.open(_SIZE, os.O_RDWR | os.O_CREAT)
-            if not os.fstat(self._size_fd).st_size:
-                self.add_bytes(sum(disk_bytes(page.num_bytes) for _, page in self.scan()))
+            self._open_size().close()
 
     def folder(self, namespace: str) -> PageFolder | None:
         """The pages of the namespace with this key; None: there are none yet.
@@ -127,12 +147,12 @@ class StoreFolder:
         """
         with self._lock:
             folder = self._open_folder(namespace.key)
-            folder.write_namespace(namespace)
-            return folder
+        folder.write_namespace(namespace)
+        return folder
 
     def _open_folder(self, namespace: str) -> PageFolder:
         if namespace not in self._folders:
-            self._folders[namespace] = PageFolder(self._pages, namespace)
+            self._folders[namespace] = PageFolder(self._pages, namespace, self.add_bytes)
         return self._folders[namespace]
 
     def folders(self, namespace: str | None = None) -> Iterator[PageFolder]:
@@ -143,7 +163,7 @@ class StoreFolder:
             if name in self._folders:
                 yield self._folders[name]
             else:
-                with contextlib.closing(PageFolder(self._pages, name)) as folder:
+                with contextlib.closing(PageFolder(self._pages, name, self.add_bytes)) as folder:
                     yield folder
 
     def scan(self, namespace: str | None = None) -> Iterator[tuple[PageFolder, PageFile]]:
@@ -152,41 +172,63 @@ class StoreFolder:
             for page in folder.scan():
                 yield folder, page
 
-    def remove_unused(self, until_ns: float, namespace: str | None = None) -> tuple[int, int]:
-        """Remove pages that nobody has used after a time, in nanoseconds since 1970.
+    def remove(
+        self, leaves: Callable[[PageFile], bool], namespace: str | None = None
+    ) -> tuple[int, int, OSError | None]:
+        """Remove pages; one that cannot be removed stays, and the others leave.
 
         Args:
-            until_ns: the time.
+            leaves: whether a page is to leave.
             namespace: key of their namespace; None: of all.
 
         Returns:
-            How many there were, and the bytes given back.
+            How many there were, the bytes given back, and the last error of the system.
         """
-        num_pages = num_bytes = 0
-        for folder, page in self.scan(namespace):
-            if page.used_ns <= until_ns:
-                given_back = folder.remove(page.key)
-                num_bytes += given_back
-                num_pages += given_back > 0
-        self.add_bytes(-num_bytes)
-        return num_pages, num_bytes
+        num_pages, num_bytes, failed = 0, 0, None
+        for folder in self.folders(namespace):
+            for page in filter(leaves, folder.scan() if folder.is_writable else ()):
+                try:
+                    given_back = folder.remove(page.key)
+                except OSError as error:
+                    failed = error
+                else:
+                    num_bytes += given_back
+                    num_pages += given_back > 0
+        return num_pages, num_bytes, failed
 
     def add_bytes(self, change: int) -> int:
-        """Change the bytes of all pages, which the processes of a store count together.
+        """Count bytes that this process adds or removes.
 
         Returns:
-            Bytes of all pages now.
+            Bytes of all pages now, wrong by what only a scan can see until :meth:`correct`.
         """
-        # A lock of the file does not keep threads apart.
-        with self._lock:
-            fcntl.flock(self._size_fd, fcntl.LOCK_EX)
-            try:
-                before = int.from_bytes(os.pread(self._size_fd, 8, 0), "little")
-                total = min(max(0, before + change), 2**63)
-                os.pwrite(self._size_fd, total.to_bytes(8, "little"), 0)
-            finally:
-                fcntl.flock(self._size_fd, fcntl.LOCK_UN)
-        return total
+        return int(np.subtract(*self.count(change)).astype("i8"))
+
+    def count(self, change: int) -> np.ndarray:
+        """As :meth:`add_bytes`. Returns ``[2] uint64``: bytes that all have added and removed."""
+        with self._size_lock, self._open_size() as file:
+            if not self._place:
+                with self._open_size(os.O_APPEND) as end:
+                    # In a new file, the pair that corrects as well.
+                    end.write(bytes(16 if os.fstat(end.fileno()).st_size else 32))
+                    self._place = end.tell() // 16 * 16 - 16
+            added, removed = self._added + max(0, change), self._removed + max(0, -change)
+            os.pwrite(file.fileno(), _to_bytes(added) + _to_bytes(removed), self._place)
+            self._added, self._removed = added, removed
+            data = os.pread(file.fileno(), os.fstat(file.fileno()).st_size // 16 * 16, 0)
+        # Modulo 2^64, so that any content of the file can be corrected.
+        sums: np.ndarray = np.frombuffer(data, "<u8").reshape(-1, 2).sum(0)
+        return sums
+
+    def correct(self, change: int) -> None:
+        """Add to what :meth:`add_bytes` returns to any process; only inside of :meth:`evicting`."""
+        with self._open_size() as file:
+            before = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+            os.pwrite(file.fileno(), _to_bytes(before + change), 0)
+
+    def _open_size(self, flags: int = 0) -> FileIO:
+        """The file of bytes, opened anew: it may have been deleted and made again."""
+        return FileIO(self._root.open(_SIZE, os.O_RDWR | os.O_CREAT | flags), "r+")
 
     @property
     def context_bytes(self) -> int:
@@ -219,6 +261,8 @@ class StoreFolder:
         for folder in self._folders.values():
             folder.close()
         self._pages.close()
-        if self._size_fd >= 0:
-            os.close(self._size_fd)
-            self._size_fd = -1
+        self._root.close()
+
+
+def _to_bytes(number: int) -> bytes:
+    return (number % 2**64).to_bytes(8, "little")

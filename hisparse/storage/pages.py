@@ -1,7 +1,9 @@
 """The pages of one namespace: a folder with a file for each page.
 
 A file gets its name when it is whole, and its content never changes. So a page is there or absent,
-whenever a process ends. The time of modification says when the page was last written or read.
+whenever a process ends. A loss of power can shorten a file that was not flushed; a file of another
+length than the page's is absent. The time of modification says when the page was last written or
+read.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 import xxhash
 
 from hisparse.errors import one_line
 from hisparse.private_files import PrivateFolder
-from hisparse.storage.namespace import MAX_PAGE_BYTES, Namespace
+from hisparse.storage.namespace import MAX_PAGE_BYTES, Namespace, check_key
 
 _PAGE: Final = re.compile(r"[0-9a-f]{2,128}")
 _TEXT: Final = "namespace.json"
@@ -28,6 +30,8 @@ _ABANDONED_S: Final = 3600.0
 #: Seconds for which a lookup believes an earlier one.
 _SEEN_S: Final = 5.0
 _BLOCK_BYTES: Final = 4096
+#: In place of a time: there is no file of this name, or one that is no page; a put replaces it.
+ABSENT, NO_PAGE = -1, -2
 #: Bytes of a write. For more than 2 MiB at once ext4 looks for as much memory in one piece, which
 #: makes a write ten times slower (Linux 6.18).
 _PIECE_BYTES: Final = 1 << 20
@@ -63,18 +67,21 @@ class PageFolder:
     Args:
         pages: the folder of all namespaces.
         namespace: key of this one.
+        count: is told how many bytes every removal gives back, as a negative number.
 
     Attributes:
         key: of the namespace.
     """
 
-    def __init__(self, pages: PrivateFolder, namespace: str) -> None:
-        self.key, self._is_named = namespace, False
+    def __init__(
+        self, pages: PrivateFolder, namespace: str, count: Callable[[int], object]
+    ) -> None:
+        self.key, self._count, self._is_named = namespace, count, False
         #: Pages that lookups have found, until a time of the monotonic clock.
         self._seen, self._seen_until = set[str](), 0.0
         self._folder = PrivateFolder(pages.path / namespace, parent=pages, or_roots=True)
 
-    def find(self, keys: Iterable[str], expired_ns: float) -> int:
+    def find(self, keys: Iterable[str], page_bytes: int, expired_ns: float) -> int:
         """Number of pages up to the first that is absent, or not used after ``expired_ns``.
 
         Servers repeat the lookups of requests that wait. So pages that were there some seconds ago
@@ -83,26 +90,30 @@ class PageFolder:
         now, found = time.monotonic(), 0
         if now > self._seen_until:
             self._seen, self._seen_until = set(), now + _SEEN_S
+        seen = self._seen
         for key in keys:
-            if expired_ns >= 0:
-                if self.used_ns(key) <= expired_ns:
+            if key not in seen or expired_ns >= 0:
+                name = check_key(key)
+                if self.used_ns(name, page_bytes) <= expired_ns:
                     break
-            elif key not in self._seen:
-                if not self.has(key):
-                    break
-                self._seen.add(key)
+                seen.add(name)
             found += 1
         return found
 
-    def has(self, key: str) -> bool:
-        """Whether a page is there."""
-        return os.access(key, os.F_OK, dir_fd=self._folder.fd)
+    def used_ns(self, key: str, page_bytes: int | None) -> int:
+        """When a page was last used, in nanoseconds since 1970; :data:`ABSENT`, or :data:`NO_PAGE`.
 
-    def used_ns(self, key: str) -> int:
-        """When a page was last used, in nanoseconds since 1970; -1: it is absent."""
+        A file is no page if it has another length than ``page_bytes`` say (None: any will do), is a
+        link, or is of another user or open to others' writes.
+        """
+        found = ABSENT
         with contextlib.suppress(OSError):
-            return os.stat(key, dir_fd=self._folder.fd).st_mtime_ns
-        return -1
+            about = os.stat(key, dir_fd=self._folder.fd, follow_symlinks=False)
+            found, size = NO_PAGE, about.st_size - DIGEST_BYTES
+            if page_bytes in (None, size) and self._folder.is_private_file(about):
+                return max(0, about.st_mtime_ns)
+        self._seen.discard(key)
+        return found
 
     def read(self, key: str, page: memoryview) -> None:
         """Read a page. A damaged one is removed.
@@ -118,8 +129,8 @@ class PageFolder:
             self._seen.discard(key)
             # Another process may have replaced it meanwhile.
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(fd), os.stat(key, dir_fd=self._folder.fd)):
-                    os.unlink(key, dir_fd=self._folder.fd)
+                if os.path.samestat(os.fstat(fd), os.lstat(key, dir_fd=self._folder.fd)):
+                    self.remove(key)
             raise
         finally:
             os.close(fd)
@@ -137,18 +148,30 @@ class PageFolder:
         if digest != self._digest(key, page):
             raise DamagedError("checksum")
 
-    def write(self, key: str, page: memoryview) -> bool:
+    def write(self, key: str, page: memoryview, *, replace: bool) -> bool:
         """Store a page; False: it is there already.
+
+        Args:
+            key: of the page.
+            page: its bytes.
+            replace: put it in place of a file that is there.
 
         Raises:
             OSError: the system refuses; nothing is left of the page.
         """
+        fd = self._folder.fd
         with self._written([page, self._digest(key, page)]) as new:
             self.note_use(new)
             try:
-                os.link(new, key, src_dir_fd=self._folder.fd, dst_dir_fd=self._folder.fd)
+                if not replace:
+                    os.link(new, key, src_dir_fd=fd, dst_dir_fd=fd)
+                    return True
+                self._count(-disk_bytes(os.lstat(key, dir_fd=fd).st_size))
             except FileExistsError:
                 return False
+            except OSError:
+                pass  # A file system without links, or another process has removed the file.
+            os.replace(new, key, src_dir_fd=fd, dst_dir_fd=fd)
         return True
 
     @contextlib.contextmanager
@@ -171,12 +194,8 @@ class PageFolder:
                 os.unlink(name, dir_fd=fd)
 
     def note_use(self, name: str) -> None:
-        """Note that a page is used now.
-
-        Within a second, pages that are used later count as older: the end of a prefix.
-        """
-        second, rest = divmod(time.time_ns(), 10**9)
-        at = (second + 1) * 10**9 - 1 - rest
+        """Note that a page is used now, more exactly than the system's own times are."""
+        at = time.time_ns()
         with contextlib.suppress(OSError):
             os.utime(name, ns=(at, at), dir_fd=self._folder.fd)
 
@@ -184,11 +203,22 @@ class PageFolder:
         """Remove a page. Returns the bytes given back; 0: it was absent."""
         self._seen.discard(key)
         try:
-            size = os.stat(key, dir_fd=self._folder.fd).st_size
+            size = os.lstat(key, dir_fd=self._folder.fd).st_size
             os.unlink(key, dir_fd=self._folder.fd)
         except FileNotFoundError:
             return 0
+        with contextlib.suppress(OSError):  # A full disk; the next scan counts.
+            self._count(-disk_bytes(size))
         return disk_bytes(size)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether pages can be removed, as far as the folder says."""
+        return os.access(".", os.W_OK, dir_fd=self._folder.fd, effective_ids=True)
+
+    def tighten(self) -> None:
+        """Let nobody else look into the folder and its files."""
+        self._folder.tighten()
 
     def scan(self) -> Iterator[PageFile]:
         """Every page, in no order. Files that killed processes have left are removed."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
+from hisparse.private_files import NotPrivateError
 from hisparse.storage.evict import HIGH_WATER, LOW_WATER, Evictor, expired_ns
 from hisparse.storage.folder import StoreFolder
 from hisparse.storage.namespace import Namespace, check_key
-from hisparse.storage.pages import DIGEST_BYTES, DamagedError, PageFolder, disk_bytes
+from hisparse.storage.pages import ABSENT, DIGEST_BYTES, DamagedError, PageFolder, disk_bytes
 from hisparse.storage.report import Damage, NamespaceUse, StoreCounters, StoreReport, VerifyReport
 from hisparse.units import MemorySize, parse_memory
 
@@ -51,8 +53,9 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         path: the folder, on a local disk because of its file locks; it is made if absent. Only
             this user may own it and write to it, and links in it are refused.
         size: limit of the bytes of pages and contexts, such as "500GiB"; a fraction is of the file
-            system's size. None: no limit. Each process may exceed it by a page.
-        ttl_s: seconds that an unused page stays; None: until its space is needed.
+            system's size. None: no limit.
+        ttl_s: seconds after which an unused page is absent; it is deleted within a minute or two of
+            use of the store. None: until its space is needed.
         create: make the folder if it is absent; False: a folder that is no store is an error.
 
     Raises:
@@ -75,7 +78,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         if isinstance(limit, float):
             limit = int(limit * shutil.disk_usage(self._folder.path).total)
         self._size_bytes, self._ttl_s = limit, ttl_s
-        self._closed = False
+        self._closed, self._num_calls = False, 0
+        self._calls = threading.Condition()
         self._counters = StoreCounters(self._folder.path)
         self._evictor = Evictor(self._folder, limit, ttl_s, self._counters)
         self._pool = ThreadPoolExecutor(_THREADS - 1, "hisparse-storage")
@@ -93,11 +97,12 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         Raises:
             ConfigError: a key that was looked up is malformed.
         """
-        if (folder := self._pages(namespace)) is None:
-            for key in keys[:1]:
-                check_key(key)
-            return 0
-        return folder.find(map(check_key, keys), expired_ns(self._ttl_s))
+        for key in keys[:1]:
+            check_key(key)
+        with self._pages(namespace) as folder:
+            if folder is None:
+                return 0
+            return folder.find(keys, namespace.page_bytes, expired_ns(self._ttl_s))
 
     def get(
         self, namespace: Namespace, keys: Sequence[str], buffers: Sequence[Buffer]
@@ -124,15 +129,16 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         views = [_view(buffer, size, writable=True) for buffer in buffers]
         pages = list(zip(map(check_key, keys), views, strict=True))
         found: list[bool | None] = [None] * len(keys)
-        if (folder := self._pages(namespace)) is not None:
-            each = max(-(-len(pages) // _THREADS), -(-_LEAST_SHARE // size))
-            shares = [pages[i : i + each] for i in range(0, len(pages), each)]
-            others = [self._pool.submit(self._read, folder, x) for x in shares[1:]]
-            found = self._read(folder, shares[0]) if shares else []
-            found += [ok for other in others for ok in other.result()]
-            for (key, _), ok in zip(pages, found, strict=True):
-                if ok and not self._folder.read_only:
-                    folder.note_use(key)
+        with self._pages(namespace) as folder:
+            if folder is not None:
+                each = max(-(-len(pages) // _THREADS), -(-_LEAST_SHARE // size))
+                shares = [pages[i : i + each] for i in range(0, len(pages), each)]
+                others = [self._pool.submit(self._read, folder, x) for x in shares[1:]]
+                found = self._read(folder, shares[0]) if shares else []
+                found += [ok for other in others for ok in other.result()]
+                for (key, _), ok in zip(pages, found, strict=True):
+                    if ok and not self._folder.read_only:
+                        folder.note_use(key)
         hits = found.count(True)
         self._counters.add(hits=hits, misses=len(keys) - hits, read_bytes=hits * size)
         return found
@@ -144,11 +150,11 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         return [self._read_one(folder, key, view) for key, view in pages]
 
     def _read_one(self, folder: PageFolder, key: str, view: memoryview) -> bool | None:
-        if folder.used_ns(key) <= expired_ns(self._ttl_s):
+        if folder.used_ns(key, None) <= expired_ns(self._ttl_s):
             return None
         try:
             folder.read(key, view)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotPrivateError):
             return None
         except DamagedError as error:
             self._counters.add(damaged=1)
@@ -175,14 +181,15 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             ConfigError: the key is malformed, or the page has another size.
         """
         name, view = check_key(key), _view(page, namespace.page_bytes)
-        if self._closed or self._folder.read_only:
-            self._counters.add(refused_read_only=1)
-            return False
-        try:
-            result = self._put(namespace, name, view)
-        except OSError as error:
-            self._note_error("refused_disk", error)
-            return False
+        with self._call() as is_open:
+            if not is_open or self._folder.read_only:
+                self._counters.add(refused_read_only=1)
+                return False
+            try:
+                result = self._put(namespace, name, view)
+            except OSError as error:
+                self._note_error("refused_disk", error)
+                return False
         stored = result == "puts"
         self._counters.add(**{result: 1}, put_bytes=stored * namespace.page_bytes)
         return stored
@@ -190,25 +197,22 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     def _put(self, namespace: Namespace, key: str, page: memoryview) -> str:
         """Store a page. Returns the name of the counter."""
         folder = self._folder.make_folder(namespace)
-        used_ns = folder.used_ns(key)
+        used_ns = folder.used_ns(key, len(page))
         if used_ns > expired_ns(self._ttl_s):
             return "duplicates"
-        if used_ns >= 0:
-            self._folder.add_bytes(-folder.remove(key))
         size, most = disk_bytes(len(page) + DIGEST_BYTES), self._size_bytes or math.inf
         used, written = self._folder.add_bytes(size) + self._folder.context_bytes, False
         try:
-            if used > most:
-                if size <= LOW_WATER * most:
-                    self._evictor.run_soon(size)
-                return "refused_size"
-            written = folder.write(key, page)
+            if used <= most:
+                written = folder.write(key, page, replace=used_ns != ABSENT)
         finally:
             if not written:
                 self._folder.add_bytes(-size)
         if used > HIGH_WATER * most:
-            self._evictor.run_soon(0)
-        return "puts" if written else "duplicates"
+            # A page that is larger than an eviction leaves room makes no others leave.
+            self._evictor.run_soon(0 if written or size > LOW_WATER * most else size)
+        self._evictor.run_if_due()
+        return "puts" if written else "refused_size" if used > most else "duplicates"
 
     def flush(self) -> None:
         """Write to the disk what was put; the whole file system of the folder is synced.
@@ -228,14 +232,14 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         try:
             self.flush()
         finally:
-            self._closed = True
+            with self._calls:
+                self._closed = True
+                self._calls.wait_for(lambda: not self._num_calls)
             self._pool.shutdown()
             if dropped := self.counters["damaged"]:
                 # The log had one line a minute.
-                logger.warning(
-                    "store %s: %d damaged pages were dropped while it was open",
-                    self._folder.path, dropped,
-                )  # fmt: skip
+                text = "store %s: %d damaged pages were dropped while it was open"
+                logger.warning(text, self._folder.path, dropped)
             self._folder.close()
 
     def describe(self) -> StoreReport:
@@ -254,15 +258,11 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
                     )
                     uses.append(use)
         uses.sort(key=lambda use: use.bytes, reverse=True)
-        return StoreReport(
-            path=str(self._folder.path),
-            pages=num_pages,
-            bytes=num_bytes,
-            namespaces=tuple(uses),
-        )
+        path, found = str(self._folder.path), tuple(uses)
+        return StoreReport(path=path, pages=num_pages, bytes=num_bytes, namespaces=found)
 
     def verify(self) -> VerifyReport:
-        """Read and check every page; remove the damaged ones."""
+        """Read and check every page; remove the damaged ones, if the store can be written."""
         pages, num_bytes, damaged = 0, 0, []
         with self._named_errors():
             for folder, page in self._folder.scan():
@@ -271,8 +271,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
                     folder.read(page.key, memoryview(bytearray(page.page_bytes)))
                 except FileNotFoundError:
                     pass  # Evicted meanwhile.
-                except DamagedError as error:
-                    self._counters.add(damaged=1)
+                except (DamagedError, OSError) as error:
+                    self._counters.add(damaged=int(isinstance(error, DamagedError)))
                     damage = Damage(namespace=folder.key, key=page.key, reason=str(error))
                     damaged.append(damage)
         return VerifyReport(pages=pages, bytes=num_bytes, damaged=tuple(damaged))
@@ -314,13 +314,14 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         until_ns = math.inf if unused_s is None else (time.time() - unused_s) * 1e9
         with self._named_errors():
             if keys is not None and namespace is not None:
-                folder, names = self._pages(namespace), map(check_key, keys)
-                sizes = [] if folder is None else list(map(folder.remove, names))
+                with self._pages(namespace) as folder:
+                    sizes = [] if folder is None else list(map(folder.remove, map(check_key, keys)))
                 removed, given = len(sizes) - sizes.count(0), sum(sizes)
-                self._folder.add_bytes(-given)
             else:
                 key = None if namespace is None else namespace.key
-                removed, given = self._folder.remove_unused(until_ns, key)
+                removed, given, error = self._folder.remove(lambda x: x.used_ns <= until_ns, key)
+                if error is not None:
+                    self._counters.warn("remove", f"pages stay: {one_line(error)}")
         self._counters.add(collected_bytes=given)
         return removed
 
@@ -340,13 +341,31 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _pages(self, namespace: Namespace) -> PageFolder | None:
-        """The pages of a namespace; None: there are none, or nobody can look."""
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[bool]:
+        """Whether the store is open; it stays so inside of the context."""
+        with self._calls:
+            is_open = not self._closed
+            self._num_calls += is_open
         try:
-            return None if self._closed else self._folder.folder(namespace.key)
-        except OSError as error:
-            self._note_error("read_errors", error)
-            return None
+            yield is_open
+        finally:
+            with self._calls:
+                self._num_calls -= is_open
+                self._calls.notify_all()
+
+    @contextlib.contextmanager
+    def _pages(self, namespace: Namespace) -> Iterator[PageFolder | None]:
+        """The pages of a namespace; None: there are none, or nobody can look."""
+        with self._call() as is_open:
+            folder = None
+            if is_open:
+                self._evictor.run_if_due()
+                try:
+                    folder = self._folder.folder(namespace.key)
+                except OSError as error:
+                    self._note_error("read_errors", error)
+            yield folder
 
     def _note_error(self, name: str, error: Exception) -> None:
         """Count an error."""
@@ -357,7 +376,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     def _named_errors(self) -> Iterator[None]:
         """Errors of the system become ours, with the folder."""
         try:
-            yield
+            with self._call():
+                yield
         except OSError as error:
             message = f"store {quoted(str(self._folder.path))}: {one_line(error)}"
             raise HiSparseError(message) from None

@@ -142,7 +142,7 @@ def _store_readers(folder: Path) -> list[Reader]:
         for name, file, weight in (
             ("page", page_file(Path(), keys[0]), 4),
             ("namespace.json", page_file(Path(), "namespace.json"), 1),
-            ("size", Path("size"), 1),
+            ("hisparse.size", Path("hisparse.size"), 1),
         )
     ]
 

@@ -146,7 +146,7 @@ def test_a_file_of_another_version(
     contexts.close()
     with contextlib.closing(sqlite3.connect(tmp_path / "contexts.sqlite")) as database:
         database.execute("PRAGMA user_version = 1")
-    message = "got contexts of version 1, expected 2, or no such file"
+    message = "got contexts of version 1, expected 3, or no such file"
     with pytest.raises(HiSparseError, match=message):
         Contexts(tmp_path, NAMESPACE)
     with FileStore(tmp_path) as store:
@@ -165,6 +165,14 @@ def test_a_folder_that_cannot_be_written(
     assert reader.all() == [stored] and reader.longest(KEYS, lambda a: True) == 20
     with pytest.raises(HiSparseError, match="attempt to write a readonly database"):
         reader.add(BRANCH, 272, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_, **__: True)
+        writer = Contexts(tmp_path, NAMESPACE)
+    for turn in range(30):
+        writer.add([key_of(i) for i in range(turn, 20 + turn)], 320, {"text": "x" * 5000})
+    writer._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    writer.close()
+    assert reader.all() == [stored] and reader.longest(KEYS, lambda a: True) == 20
     reader.close()
     (tmp_path / "none").mkdir()
     empty = Contexts(tmp_path / "none", NAMESPACE)

@@ -42,7 +42,7 @@ def _small(path: Path, pages: int, *, background: bool = False, **options: Any) 
 def _fill_slowly(store: FileStore, path: Path, count: int) -> list[str]:
     keys = fill(store, range(count))
     for number, key in enumerate(keys):
-        let_age(path, [key], 10 * (count - number))
+        let_age(path, [key], 100 * (count - number))
     return keys
 
 
@@ -62,7 +62,7 @@ def test_the_least_recently_used_leave_first(tmp_path: Path) -> None:
 def test_the_end_of_a_prefix_leaves_before_its_beginning(
     tmp_path: Path, is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times: Iterator[int] = iter(range(1_000_000_000_000_000_000, 2**63, 1_000_000))
+    times: Iterator[int] = iter(range(60 * 10**16, 2**63, 10**9))
     monkeypatch.setattr("hisparse.storage.pages.time.time_ns", lambda: next(times))
     with _small(tmp_path, 20) as store:
         keys = fill(store, range(20))
@@ -100,7 +100,7 @@ def test_any_state_of_a_store_agrees_with_the_definition(
     def is_there(key: str) -> bool:
         return key in ages and (ttl_s is None or ages[key] < ttl_s)
 
-    with FileStore(tmp_path, ttl_s=ttl_s) as one, FileStore(tmp_path, ttl_s=ttl_s) as two:
+    with _small(tmp_path, 99, ttl_s=ttl_s) as one, _small(tmp_path, 99, ttl_s=ttl_s) as two:
         for _ in range(60):
             first, store = rng.randrange(40), rng.choice((one, two))
             part = keys[first : first + rng.randrange(20)]
@@ -169,12 +169,14 @@ def test_the_size_is_kept_under_a_stream_of_pages(tmp_path: Path) -> None:
 
 def test_a_put_above_the_high_water_mark_begins_eviction(tmp_path: Path) -> None:
     with _small(tmp_path, 20, background=True) as store:
-        fill(store, range(20))
-        deadline = time.monotonic() + 30
-        while not store.counters["collected_bytes"]:
+        number, deadline = 0, time.monotonic() + 30
+        while not store.counters["evicted"]:
             assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert store.describe().pages <= 17
+            number += store.put(NAMESPACE, key_of(number), contents(key_of(number)))
+            time.sleep(0.001)
+        assert number >= 16
+        store._evictor.stop()
+        assert store.describe().pages <= 19
 
 
 def test_a_full_store_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
@@ -192,13 +194,20 @@ def test_the_sum_of_all_pages_is_found_again(tmp_path: Path) -> None:
     """A killed process left a wrong sum, or the file with it is lost."""
     with _small(tmp_path, 10) as store:
         fill(store, range(6))
-        for wrong in (0, 2**64 - 1):
-            (tmp_path / "size").write_bytes(wrong.to_bytes(8, "little"))
+        for wrong in (b"", bytes(8), b"\xff" * 77, b"\x7f" * 16, None):
+            if wrong is None:
+                (tmp_path / "hisparse.size").unlink()
+            else:
+                (tmp_path / "hisparse.size").write_bytes(wrong)
             store.collect()
             assert store._folder.add_bytes(0) == 6 * DISK_BYTES
-    (tmp_path / "size").unlink()
-    with _small(tmp_path, 10) as store:
-        assert store._folder.add_bytes(0) == 6 * DISK_BYTES
+        (tmp_path / "hisparse.size").write_bytes(b"\x81" * 40)
+        with FileStore(tmp_path, 10 * DISK_BYTES) as other:
+            other.find(NAMESPACE, [key_of(0)])
+            deadline = time.monotonic() + 30
+            while other._folder.add_bytes(0) != 6 * DISK_BYTES:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
 
 
 def test_pages_that_are_large_for_their_store(tmp_path: Path) -> None:
@@ -216,13 +225,13 @@ def test_pages_that_are_large_for_their_store(tmp_path: Path) -> None:
     with FileStore(tmp_path / "b", 12 * 4096) as store:
         keys = fill(store, range(2))
         assert not store.put(namespace, key, contents(key, namespace))
-        assert store._evictor._thread is None
+        store._evictor.stop()
         assert all(read(store, keys))
 
 
 def test_pages_are_read_and_written_beside_an_eviction(tmp_path: Path) -> None:
     """By another process; one at a time evicts."""
-    with FileStore(tmp_path) as store, FileStore(tmp_path) as other:
+    with _small(tmp_path, 100) as store, _small(tmp_path, 100) as other:
         keys = fill(store, range(40))
         let_age(tmp_path, keys[20:], 100)
         with ThreadPoolExecutor(2) as pool:
@@ -241,7 +250,7 @@ def test_pages_are_read_and_written_beside_an_eviction(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Pages before it are kept, and pages after there is space again are stored."""
-    with FileStore(tmp_path, 1 << 30) as store:
+    with _small(tmp_path, 1000) as store:
         keys = fill(store, range(5))
         for limit in (0, 100, NAMESPACE.page_bytes + 15):
             with caplog.at_level(logging.ERROR), largest_file(limit):
@@ -259,6 +268,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     """Simulated: the tests may run as root, whom no permission stops."""
     with FileStore(tmp_path, 1 << 30) as writer:
         keys = fill(writer, range(5))
+        writer._evictor.stop()
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
         monkeypatch.setattr(os, "access", lambda path, mode, **_: mode == os.F_OK)
         with FileStore(tmp_path, 1 << 30) as store:
@@ -278,3 +288,120 @@ def test_an_eviction_that_the_system_refuses_is_told(
         keys = fill(store, range(10))
         assert all(read(store, keys))
     assert f"store {tmp_path}: cannot evict: FileNotFoundError: " in caplog.text
+
+
+def test_expired_pages_leave_a_store_without_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its first use, and once a minute; files that killed writers left go with them."""
+
+    def wait_for(num_files: int) -> None:
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.glob("pages/*/*"))) != num_files + 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    with FileStore(tmp_path) as store:
+        keys = fill(store, range(6))
+    let_age(tmp_path, keys, 100)
+    left = page_file(tmp_path, "1.new")
+    left.write_bytes(b"x")
+    os.utime(left, (0, 0))
+    with FileStore(tmp_path, ttl_s=60) as store:
+        assert store.find(NAMESPACE, keys) == 0
+        wait_for(0)
+        let_age(tmp_path, fill(store, range(6)), 100)
+        later = time.monotonic() + 61
+        monkeypatch.setattr("hisparse.storage.evict.time.monotonic", lambda: later)
+        fill(store, [7])
+        wait_for(1)
+
+
+def test_pages_of_one_time(tmp_path: Path) -> None:
+    """As a copy of the files has it: no more leave than have to."""
+    with _small(tmp_path, 100) as store:
+        keys = fill(store, range(40))
+        for key in keys[10:]:
+            os.utime(page_file(tmp_path, key), (1.7e9, 1.7e9))
+        assert store.collect(25 * DISK_BYTES) == 15 * DISK_BYTES
+        assert all(read(store, keys[:10])) and store.describe().pages == 25
+
+
+def test_a_clock_that_is_set_back(tmp_path: Path) -> None:
+    """What was used after it stays."""
+    with _small(tmp_path, 100) as store:
+        keys = fill(store, range(20))
+        let_age(tmp_path, keys, -3600)
+        read(store, keys[:5])
+        used = keys[:5] + fill(store, range(20, 25))
+        store.collect(15 * DISK_BYTES)
+        assert all(read(store, used)) and store.describe().pages == 15
+
+
+@pytest.mark.parametrize("is_folder", [False, True], ids=["page", "namespace"])
+def test_pages_that_cannot_be_removed(
+    is_folder: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An eviction goes on without them."""
+    with _small(tmp_path, 100) as store:
+        other = replace(NAMESPACE, model="other")
+        old = fill(store, range(10), other)
+        keys = fill(store, range(20))
+        for key in old:
+            os.utime(page_file(tmp_path, key, other), (1, 1))
+        kept, remove = set(old if is_folder else old[:1]), pages.PageFolder.remove
+
+        def refuse(self: pages.PageFolder, key: str) -> int:
+            if self.key == other.key and key in kept:
+                raise PermissionError(1, "Operation not permitted")
+            return remove(self, key)
+
+        monkeypatch.setattr(pages.PageFolder, "remove", refuse)
+        if is_folder:
+            is_writable = property(lambda self: self.key != other.key)
+            monkeypatch.setattr(pages.PageFolder, "is_writable", is_writable)
+        store.collect(20 * DISK_BYTES)
+        assert store.describe().pages == (20 if is_folder else 21)
+        assert store._folder.add_bytes(0) == disk_bytes(tmp_path)
+        assert sum(read(store, old, other)) == len(kept)
+        assert any(read(store, keys)) and ("cannot be removed" in caplog.text) != is_folder
+
+
+@pytest.mark.parametrize("act", ["put", "remove"])
+def test_what_happens_during_a_scan_is_not_forgotten(
+    act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum of all pages is never too low after it, and right after the next."""
+    scan = pages.PageFolder.scan
+    with _small(tmp_path, 100) as store, _small(tmp_path, 100) as other:
+        keys = fill(store, range(20))
+
+        def slowly(self: pages.PageFolder) -> Iterator[pages.PageFile]:
+            if act == "remove":
+                assert other.remove(NAMESPACE, keys) == 20
+            yield from scan(self)
+            if act == "put":
+                fill(other, range(20, 40))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pages.PageFolder, "scan", slowly)
+            store.collect()
+        assert store._folder.add_bytes(0) >= disk_bytes(tmp_path)
+        store.collect()
+        assert store._folder.add_bytes(0) == disk_bytes(tmp_path)
+        assert other._folder.add_bytes(0) == disk_bytes(tmp_path)
+
+
+def test_damaged_pages_give_their_bytes_back(tmp_path: Path) -> None:
+    """Also in a store that one page fills."""
+    with FileStore(tmp_path, 2 * DISK_BYTES) as store:
+        keys = fill(store, range(2))
+        for key in keys:
+            os.truncate(page_file(tmp_path, key), 5)
+        assert read(store, keys[:1]) == [False] and len(store.verify().damaged) == 1
+        store.collect()
+        assert store._folder.add_bytes(0) == 0
+        fill(store, range(2))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -269,3 +271,66 @@ def test_removed_pages_are_gone(tmp_path: Path) -> None:
         assert store.counters["collected_bytes"] == 8 * DISK_BYTES
         with pytest.raises(ConfigError, match="keys without a namespace"):
             store.remove(None, keys)
+
+
+def test_calls_beside_close_end_without_an_error(tmp_path: Path) -> None:
+    large = replace(NAMESPACE, page_bytes=700_000)
+    with FileStore(tmp_path) as store:
+        keys = fill(store, range(4), large)
+    for turn in range(10):
+        store = FileStore(tmp_path, 1 << 30)
+
+        def work(first: int, store: FileStore = store) -> None:
+            number = 0
+            while store.find(large, keys):
+                read(store, keys, large)
+                key = key_of(1000 * first + number % 1000)
+                store.put(NAMESPACE, key, contents(key))
+                number += 1
+
+        with ThreadPoolExecutor(2) as pool:
+            works = [pool.submit(work, 2 * turn + i) for i in range(2)]
+            time.sleep(0.003 * turn)
+            store.close()
+            for each in works:
+                each.result()
+
+
+def test_a_file_system_without_hard_links(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert all(read(store, fill(store, range(3))))
+
+
+def test_a_refused_page_is_not_found_though_a_lookup_saw_it(tmp_path: Path) -> None:
+    """Another process has removed it since."""
+    with FileStore(tmp_path, 3 * DISK_BYTES) as store, FileStore(tmp_path) as other:
+        for each in (store, other):
+            each._evictor.run_soon = lambda room: None  # type: ignore[method-assign]
+        keys = fill(store, range(3))
+        assert store.find(NAMESPACE, keys) == 3
+        other.remove(NAMESPACE, keys[:1])
+        fill(other, [3])
+        assert not store.put(NAMESPACE, keys[0], contents(keys[0]))
+        assert store.find(NAMESPACE, keys) == 0
+
+
+def test_no_call_waits_for_another_process(tmp_path: Path) -> None:
+    """Even one that was stopped with a lock of every file."""
+    with FileStore(tmp_path, 1 << 30) as store:
+        keys = fill(store, range(3))
+        store._evictor.stop()
+        files = [os.open(x, os.O_RDONLY) for x in (tmp_path, *tmp_path.rglob("*"))]
+        for file in files:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(store.find, NAMESPACE, keys).result(10) == 3
+            assert pool.submit(read, store, keys).result(10) == [True] * 3
+            assert pool.submit(fill, store, [9]).result(10)
+            assert pool.submit(store.collect, 0).result(10) == 0, "who has the lock evicts"
+        for file in files:
+            os.close(file)

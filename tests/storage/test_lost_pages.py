@@ -142,7 +142,7 @@ def test_a_page_that_was_replaced_meanwhile_stays(
 @pytest.mark.parametrize(
     "lose", [Path.unlink, lambda x: x.write_bytes(b""), lambda x: x.write_bytes(b"\xff{")]
 )
-@pytest.mark.parametrize("name", ["size", f"pages/{NAMESPACE.key}/namespace.json"])
+@pytest.mark.parametrize("name", ["hisparse.size", f"pages/{NAMESPACE.key}/namespace.json"])
 def test_other_files_are_made_again(
     name: str, lose: Callable[[Path], object], tmp_path: Path
 ) -> None:
@@ -203,3 +203,33 @@ def test_a_flush_is_told_when_it_fails_and_reaches_the_folder(
         assert synced == [str(tmp_path / "pages")]
     with pytest.raises(OSError, match="Bad file descriptor"):
         sync(-1)
+
+
+@pytest.mark.parametrize("size", [0, 4096, NAMESPACE.page_bytes + 17])
+def test_files_that_a_loss_of_power_has_shortened(size: int, tmp_path: Path) -> None:
+    """They are absent to a lookup, and a put replaces them."""
+    keys = _filled(tmp_path, 5)
+    for key in keys[2:]:
+        os.truncate(page_file(tmp_path, key), size)
+    with FileStore(tmp_path) as store:
+        assert store.find(NAMESPACE, keys) == 2
+        assert fill(store, range(2, 5)) == keys[2:]
+        assert store.find(NAMESPACE, keys) == 5 and all(read(store, keys))
+        assert store.counters["damaged"] == 0
+    with FileStore(tmp_path) as store:
+        store.collect()
+        assert store._folder.add_bytes(0) == store.describe().bytes
+
+
+def test_a_store_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    """Whatever its mode is; nothing in it changes."""
+    for name in ("segments", "index.sqlite"):
+        path = tmp_path / name / "store"
+        (path / name).mkdir(parents=True)
+        path.chmod(0o755)
+        for create in (True, False):
+            with pytest.raises(
+                HiSparseError, match=f"^store .* an earlier version .{name}.* delete"
+            ):
+                FileStore(path, create=create)
+        assert os.listdir(path) == [name] and path.stat().st_mode & 0o777 == 0o755

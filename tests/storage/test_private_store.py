@@ -65,19 +65,25 @@ def test_a_store_that_others_can_read_is_closed_to_them(
         each.chmod(0o755 if each.is_dir() else 0o644)
     with _open(path) as store:
         assert all(read(store, keys))
-        assert path.stat().st_mode & 0o777 == 0o700
+        assert _modes(path) == {"folder 700", "file 600"}
     (line,) = caplog.messages
-    assert line == f"store {path}: others could read it; its mode is 700 now"
+    assert line.startswith(f"store {path}: others could read it; its folders have mode 700 now")
 
 
 @pytest.mark.parametrize(
     ("name", "harm"),
     [
-        *[(".", 0o775), (".", 0o1777), ("pages", 0o757), ("size", 0o666), (_FOLDER, 0o770)],
-        *[(name, "link") for name in ("size", "pages", _FOLDER)],
+        *[
+            (".", 0o775),
+            (".", 0o1777),
+            ("pages", 0o757),
+            ("hisparse.size", 0o666),
+            (_FOLDER, 0o770),
+        ],
+        *[(name, "link") for name in ("hisparse.size", "pages", _FOLDER)],
         *[
             pytest.param(name, "owner", marks=needs_root)
-            for name in (".", "pages", "size", _FOLDER)
+            for name in (".", "pages", "hisparse.size", _FOLDER)
         ],
     ],
 )
@@ -117,18 +123,20 @@ def test_others_could_have_written(path: Path, name: str, harm: int | str, tmp_p
 
 
 def test_a_page_that_others_could_have_written(path: Path) -> None:
-    """It is not read, and the store goes on."""
+    """It is absent: it is not read, a check names it and goes on, and a put replaces it."""
     with _open(path) as store:
-        keys = fill(store, range(3))
+        keys = fill(store, range(5))
+        assert store.find(NAMESPACE, keys) == 5
     page_file(path, keys[0]).chmod(0o622)
+    os.truncate(page_file(path, keys[4]), 7)
     with _open(path) as store:
-        assert read(store, keys) == [False, True, True]
-        assert store.counters["read_errors"] == 1 and store.counters["damaged"] == 0
-        assert all(read(store, fill(store, range(10, 13))))
-        store.collect()
-    page_file(path, keys[0]).chmod(0o600)
-    with _open(path) as store:
-        assert all(read(store, keys))
+        assert store.find(NAMESPACE, keys) == 0
+        assert read(store, keys[:4]) == [False, True, True, True]
+        reasons = {x.key: x.reason for x in store.verify().damaged}
+        assert reasons.keys() == {keys[0], keys[4]} and "by others" in reasons[keys[0]]
+        fill(store, [0, 4])
+        assert all(read(store, keys)) and store.find(NAMESPACE, keys) == 5
+        assert store.verify().damaged == ()
 
 
 @pytest.mark.parametrize("name", ["page", "namespace.json"])
@@ -142,12 +150,16 @@ def test_a_file_that_is_a_link(path: Path, name: str, tmp_path: Path) -> None:
     file.symlink_to(tmp_path / "mine")
     for turn in range(2):
         with _open(path) as store:
+            assert store.find(NAMESPACE, keys) == 2 * (name != "page" and not turn)
             assert read(store, keys) == [name != "page" and not turn, not turn]
             assert all(read(store, fill(store, range(10, 13))))
             store.collect()
             assert store.verify().damaged == ()
             store.remove(NAMESPACE)
         assert (tmp_path / "mine").read_bytes() == mine
+    with _open(path) as store:
+        assert all(read(store, fill(store, range(2)))) and not file.is_symlink()
+    assert (tmp_path / "mine").read_bytes() == mine
 
 
 def test_contexts_that_are_a_link(path: Path, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ class Faults:
         shutil.copy(file, file.parent / self.rng.choice(["1.new", "copy of a page"]))
 
     def _lose_size(self) -> None:
-        (self.path / "size").unlink()
+        (self.path / "hisparse.size").unlink()
 
     def _lose_name(self) -> None:
         (self.path / "pages" / NAMESPACE.key / "namespace.json").unlink()
