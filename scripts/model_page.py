@@ -40,8 +40,8 @@ bfloat16, tokens differ from those of `torch_native` after a while
 
 A model that was trained to attend what it selects is not served with another selection. hisparse
 serves the indexer of DeepSeek-V3.2 and GLM-5, with `dsa` ([deepseek.md](deepseek.md)). It refuses
-all other such models before they load, and so do `hisparse plan` and `HiSparseCache`. Fields of the
-configuration tell:
+all other such models before they load. So do `hisparse plan` and `HiSparseCache`, where fields of
+the configuration tell:
 
 | model | fields |
 | --- | --- |

@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -68,9 +69,9 @@ class Generation:
 
     @property
     def time_per_token_s(self) -> float:
-        """Median time between two events, seconds."""
-        gaps = sorted(b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False))
-        return gaps[len(gaps) // 2]
+        """Median time between two events, seconds; 0 if there was one."""
+        gaps = [b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)]
+        return median(gaps) if gaps else 0.0
 
 
 class ServerClient:

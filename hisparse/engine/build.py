@@ -25,11 +25,12 @@ from hisparse.engine.capabilities import (
     resolve_settings,
     row_tokens,
 )
-from hisparse.engine.contract import call
+from hisparse.engine.contract import call, named
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.extensions.base import Components, Extension, GatherQueries
 from hisparse.engine.modes import AttentionModes
 from hisparse.engine.representations import Representations
+from hisparse.errors import AlgorithmError
 from hisparse.memory import sizing as sizing_formula
 from hisparse.memory.costs import (
     ExtraTables,
@@ -113,8 +114,19 @@ def make_policy(
 def kept_tensors(
     config: HiSparseConfig, algorithm: BaseSparseAlgorithm, policy: SelectionPolicy
 ) -> dict[str, Representation]:
-    """Tensors that the algorithm and the extensions keep beside K and V, by name."""
+    """Tensors that the algorithm and the extensions keep beside K and V, by name.
+
+    Raises:
+        AlgorithmError: the algorithm uses the model's indexer, and no representation of pages says
+            so: stores and prefill servers would lose the indexer's keys.
+    """
     kept = dict(call(algorithm.representations, None, policy))
+    of_model = [name for name, x in kept.items() if (x.per, x.source) == ("page", "model")]
+    if algorithm.indexer and not of_model:
+        raise AlgorithmError(
+            f"{named(algorithm, 'representations')}: got {', '.join(kept) or 'none'} of source "
+            "'kv', expected source='model' for what the model's indexer gives (indexer is True)"
+        )
     for name, options in config.extensions.items():
         kept |= EXTENSIONS.get(name).state(options, policy)
     return kept

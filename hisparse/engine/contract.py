@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, SelectionPolicy
 from hisparse.cache import check_selection
 from hisparse.errors import AlgorithmError, ConfigError, HiSparseError, explain
 from hisparse.types import Selection
@@ -115,16 +115,30 @@ def require_selection(
     )
 
 
-def check_positions(positions: object, part: object, layer_id: int, num_tokens: int) -> None:
-    """Raise AlgorithmError unless ``select_prefill`` returned None or ``[T, K] int32``."""
-    right = positions is None
-    if isinstance(positions, Tensor) and positions.dim() == 2:
-        right = positions.shape[0] == num_tokens and positions.dtype == torch.int32
-    if right:
+def check_positions(
+    positions: object,
+    algorithm: BaseSparseAlgorithm,
+    layer_id: int,
+    num_tokens: int,
+    policy: SelectionPolicy,
+) -> None:
+    """Raise AlgorithmError unless ``select_prefill`` returned None or ``[T, K] int32``.
+
+    K is at most the ``prefill_choices`` that the memory was sized for.
+    """
+    if positions is None:
+        return
+    most = call(algorithm.prefill_choices, layer_id, policy)
+    if (
+        isinstance(positions, Tensor)
+        and positions.dtype == torch.int32
+        and positions.shape[:-1] == (num_tokens,)
+        and positions.shape[-1] <= most
+    ):
         return
     raise AlgorithmError(
-        f"{named(part, 'select_prefill', layer_id)}: got {_described(positions)}, expected "
-        f"positions [{num_tokens}, K] int32, or None"
+        f"{named(algorithm, 'select_prefill', layer_id)}: got {_described(positions)}, expected "
+        f"positions [{num_tokens}, K] int32 with K at most {most} (prefill_choices), or None"
     )
 
 

@@ -122,7 +122,8 @@ class SparseCoordinator:
         Empty if nothing is built, or if requests have state that only building fills.
         """
         kept = self.representations
-        if kept.of_model or not kept.only_of_pages or not self.policy.kv.full_layers:
+        by_query = self.algorithm.query_window or not kept.only_of_pages
+        if kept.of_model or by_query or not self.policy.kv.full_layers:
             return {}
         return kept.of_pages
 

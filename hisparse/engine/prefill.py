@@ -99,7 +99,7 @@ class Prefill:
                 step = self.summarize(layer_id, chunk, new[0], pages, inputs)
                 algorithm = self._components.algorithm
                 positions = call(algorithm.select_prefill, layer_id, layer_id, step)
-                check_positions(positions, algorithm, layer_id, step.length)
+                check_positions(positions, algorithm, layer_id, step.length, self._policy)
             attended = self._attend(layer_id, chunk, *new, positions, next_tile)
             if sinks is not None:
                 attended = add_sinks(attended, sinks)

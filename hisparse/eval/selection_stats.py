@@ -12,7 +12,7 @@ from hisparse.algorithms import DecodeStep
 from hisparse.kernels import key_score
 from hisparse.types import Selection
 
-#: Every how many steps a selection is compared with exact attention, which is slow.
+#: Steps between two comparisons of a selection with exact attention, which is slow.
 _EXACT_STRIDE = 8
 
 

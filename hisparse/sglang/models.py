@@ -68,6 +68,11 @@ def read_model_shape(
     _check_numbers(ids, hybrid_layers)
     q_heads, kv_heads, head_dim, v_head_dim, scale, logit_cap = shapes.pop()
     indexers = find_indexers(model)
+    if len(indexers) not in (0, len(layers)):
+        raise ConfigError(
+            f"{len(indexers)} of the model's {len(layers)} layers have an indexer; expected one in "
+            "every layer or in none"
+        )
     windows = [_window(m, context_length) for m in sorted(layers, key=lambda m: m.layer_id)]
     spec = KVSpec(
         num_layers=len(layers),

@@ -85,7 +85,9 @@ def test_stream(server: ServerProcess) -> None:
     assert len(answer.times_s) == 4
     assert answer.ttft_s == answer.times_s[0] > 0
     assert 0.03 < answer.time_per_token_s < 1
-    assert server.stream("abc", 1).ids == [3, 0]
+    short = server.stream("abc", 1)
+    assert short.ids == [3, 0]
+    assert short.time_per_token_s == 0
 
 
 def test_refused(server: ServerProcess) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.torch import TorchAdapter
-from hisparse.algorithms import DecodeStep
+from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
+from hisparse.algorithms.dsa import DSA
 from hisparse.cache import Counters
 from hisparse.engine.extensions.tail_estimate import TailEstimate
 from hisparse.errors import AlgorithmError, KernelError
@@ -19,6 +20,7 @@ from hisparse.kernels import operation
 from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.types import Selection
+from tests.engine.test_restored_pages import LATENTS
 from tests.testing.faulty_algorithms import Right
 
 Retrieve = Callable[[Selection, DecodeStep], Any]
@@ -232,8 +234,25 @@ WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
         lambda *_: torch.zeros(3, 4).int(),
         r"select_prefill: got .*positions \[200, K\] int32",
     ),
+    "more-positions-than-declared": (
+        "select_prefill",
+        lambda *_: torch.zeros(200, 4).int(),
+        r"expected positions \[200, K\] int32 with K at most 0 \(prefill_choices\)",
+    ),
     "no-representations": ("representations", fails, "representations: got KeyError"),
 }  # fmt: skip
+
+
+def test_what_a_model_s_indexer_gives_is_declared() -> None:
+    """A store would lose it otherwise."""
+
+    class OfKV(DSA):
+        def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+            every = super().representations(policy)
+            return {name: replace(each, source="kv") for name, each in every.items()}
+
+    with pytest.raises(AlgorithmError, match="index_key, index_scale of source 'kv', expected"):
+        Simulator(algorithm=OfKV(), **LATENTS)
 
 
 @pytest.mark.parametrize(("method", "returned", "message"), WRONG.values(), ids=WRONG)

@@ -33,7 +33,7 @@ TOKENS: dict[str, Any] = {
     "num_sink_pages": 0,
     "num_recent_pages": 0,
 }
-#: Rows that hold all pages that drafts select, so that a run has many nodes.
+#: Rows that hold all pages that drafts select, so that a run has many tokens.
 ROOMY = {"device_buffer": 160, "max_row": 160}
 SETTINGS = [
     pytest.param({}, id="sketch"),
@@ -52,7 +52,7 @@ SETTINGS = [
         id="drafts-fill-many-pages",
     ),
     pytest.param({"layers": 4, "windows": (20, 0, 9, 33)}, id="windows-sinks"),
-    pytest.param(ROOMY, id="rows-with-room-for-all-nodes"),
+    pytest.param(ROOMY, id="rows-with-room-for-all-drafts"),
     pytest.param(ROOMY | {"page_size": 16, "budget": 64}, id="drafts-within-a-page"),
 ]
 

@@ -180,10 +180,19 @@ def test_only_the_same_algorithm_and_options_find_them() -> None:
     assert key(Simulator(algorithm=Sketch(economy=True))) != first
 
 
+class SeesTheQuery(Quest):
+    query_window = 8
+
+
 @pytest.mark.parametrize(
     "shape",
-    [{"algorithm": SnapKV()}, {"algorithm": DIPR(beta=1.0)}, {"algorithm": DSA(), **LATENTS}],
-    ids=["snapkv", "dipr", "dsa"],
+    [
+        {"algorithm": SnapKV()},
+        {"algorithm": DIPR(beta=1.0)},
+        {"algorithm": DSA(), **LATENTS},
+        {"algorithm": SeesTheQuery()},
+    ],
+    ids=["snapkv", "dipr", "dsa", "a-query-window"],
 )
 def test_state_of_requests_is_built(shape: dict[str, BaseSparseAlgorithm]) -> None:
     assert Simulator(**shape).coordinator.rebuilt_entries() == {}

@@ -116,14 +116,19 @@ def beyond_budget(step: DecodeStep) -> Tensor:
     return step.num_pages[:, None, None] > step.policy.budget_pages
 
 
+class RightInPrefill(Right):
+    def prefill_choices(self, policy: SelectionPolicy) -> int:
+        return 1 << 20
+
+
 @finds("runs")
-class AttendsTheFutureInPrefill(Right):
+class AttendsTheFutureInPrefill(RightInPrefill):
     def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
         return torch.arange(step.length, dtype=torch.int32).expand(step.length, -1)
 
 
 @finds("chunks", "shared prefix")
-class AttendsTheChunkOnlyInPrefill(Right):
+class AttendsTheChunkOnlyInPrefill(RightInPrefill):
     def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
         own = torch.arange(step.start, step.start + step.length, dtype=torch.int32)
         return torch.where(own <= own[:, None], own, -1)
