@@ -97,8 +97,9 @@ class Arg:
             operation says; empty: anywhere.
         optional: whether it may be None.
         written: whether the operation writes to it.
-        layout: what a native kernel needs: dense "rows", "all" dense, or "any". Other tensors are
-            copied, unless the operation writes to them.
+        layout: what implementations need: dense "rows", "all" dense, or "any", if each follows the
+            strides or checks them itself. Other tensors are copied for a native kernel, and refused
+            if the operation writes to them.
     """
 
     def __init__(
@@ -118,12 +119,12 @@ class Arg:
         self.on = on
         self.optional = optional
         self.written = written
-        self.layout = "any" if written else layout
+        self.layout = layout
 
     def check(
         self, tensor: Tensor, known: Mapping[str, Tensor | None], sizes: Sizes, place: str
     ) -> None:
-        """Raise ``KernelError`` unless dtype, shape and device fit; adds the sizes that it names.
+        """Raise ``KernelError`` unless the tensor fits; adds the sizes that it names.
 
         Args:
             tensor: the tensor.
@@ -149,12 +150,16 @@ class Arg:
         if allowed and tensor.device not in allowed:
             expected = " or ".join(dict.fromkeys(map(str, allowed)))
             raise KernelError(f"{self.name}: got device {tensor.device}, expected {expected}")
+        if not self.written or self.layout == "any" or tensor.is_contiguous():
+            return
+        if self.layout == "all" or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+            dense = "a contiguous tensor" if self.layout == "all" else "1 in the last dimension"
+            raise KernelError(f"{self.name}: got strides {list(tensor.stride())}, expected {dense}")
 
 
 class Result(NamedTuple):
     """A tensor that a native kernel writes its result to; it is allocated for each call."""
 
-    name: str
     dtype: torch.dtype | str  # the dtype, or the name of a tensor that has the same
     shape: str  # sizes, see :class:`Shape`
 
@@ -199,13 +204,6 @@ def verify_indices(name: str, index: Tensor, low: int, size: int) -> None:
     if smallest < low or largest >= size:
         got = smallest if smallest < low else largest
         raise KernelError(f"{name}: got {got}, expected {low} to {size - 1}")
-
-
-def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise ``KernelError`` unless the tensor is contiguous. A declaration has no strides."""
-    if not tensor.is_contiguous():
-        got = list(tensor.stride())
-        raise KernelError(f"{name}: got strides {got}, expected a contiguous tensor")
 
 
 def check_divides(name: str, heads: int, query_heads: int) -> None:

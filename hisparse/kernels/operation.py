@@ -2,7 +2,7 @@
 
 A folder of this package holds a family of operations. ``op.py`` declares them and has the public
 functions. Implementations are functions of the operation's name in modules beside it:
-``reference.py`` in plain PyTorch, which each operation has, ``triton.py`` and ``cuda.py``. Kernels
+``reference.py`` in plain PyTorch, which each operation has, or named after what runs them. Kernels
 in C++ and CUDA C++ need no module: the declaration names the function that surrounds their call,
 if there is any. An implementation takes the declared tensors in their order, groups of them as
 named tuples, and then the numbers.
@@ -33,6 +33,11 @@ _MAX_PASSED = 4096
 Implementation = Callable[..., Any]
 #: Takes the call of a native kernel, and the arguments of an implementation; returns the results.
 _Adapter = Callable[..., Any]
+#: How a result is allocated, decided once. Place of a tensor on its device; dtype, None for that
+#: tensor's; and by dimension where its size is: place of a tensor, or -1 for the sizes that a call
+#: gives, dimension or index there, factor, addend. Without the last part, the shape is that
+#: tensor's: PyTorch's ``empty_like`` takes half the time.
+_Allocation = tuple[int, torch.dtype | None, list[tuple[int, int, int, int]] | None]
 
 
 class Place(NamedTuple):
@@ -85,8 +90,10 @@ class Operation:
     ) -> None:
         self.name = name
         self.arguments = arguments
-        layouts = ((i, x.layout) for i, x in enumerate(self.arguments))
-        self._layouts = [(i, layout) for i, layout in layouts if layout != "any"]
+        dense = [(i, x) for i, x in enumerate(self.arguments) if x.layout != "any"]
+        #: Of tensors that are copied if need be; and places of those whose strides are checked.
+        self._layouts = [(i, x.layout) for i, x in dense if not x.written]
+        self._strided = [i for i, x in dense if x.written]
         self._results = _allocations(arguments, results, sizes)
         self._num_sizes = len(sizes)
         self._values = values
@@ -96,7 +103,7 @@ class Operation:
         self._folder = declared_in.rpartition(".")[0]
         #: By implementation, those that were looked for; None: there is none.
         self.functions: dict[str, Implementation | None] = {}
-        #: Where the tensors of checked calls lie, by dtypes, shapes, devices and values.
+        #: Where the tensors of checked calls lie, by what was checked.
         self._passed: dict[Hashable, Place] = {}
         OPERATIONS[name] = self
 
@@ -114,10 +121,15 @@ class Operation:
             values: as declared.
 
         Raises:
-            KernelError: a tensor has another dtype, shape or device, there is no such
-                implementation, or it cannot run here.
+            KernelError: a tensor does not fit its declaration, there is no such implementation, or
+                it cannot run here.
         """
-        key = (values, *[None if x is None else (x.dtype, x.shape, x.device) for x in tensors])
+        key: tuple[Hashable, ...] = (
+            values, *[None if x is None else (x.dtype, x.shape, x.device) for x in tensors]
+        )  # fmt: skip
+        if self._strided:
+            written = [tensors[i] for i in self._strided]
+            key += tuple([None if x is None else x.stride() for x in written])
         place = self._passed.get(key)
         if place is None:
             self._check(tensors, values)
@@ -204,43 +216,33 @@ class Operation:
         count, end = len(self.arguments), len(flat) - self._num_sizes
         tensors: list[Any] = self.native(flat[:count])
         for result in self._results:
-            tensors.append(result.make(tensors, flat[end:]))
+            tensors.append(_allocate(result, tensors, flat[end:]))
         call(self.name, *tensors, *flat[count:end])
         return tensors[count] if len(self._results) == 1 else tuple(tensors[count:])
 
-    def native(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The tensors with the layout that a native kernel needs."""
-        given = list(tensors)
+    def native(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        """The same list, with tensors in the layout that a native kernel needs."""
         for index, layout in self._layouts:
-            tensor = given[index]
+            tensor = tensors[index]
             # Most are contiguous, and to ask for that is the cheapest.
             if tensor is None or tensor.is_contiguous():
                 continue
             if layout == "all" or tensor.stride(-1) != 1:
-                given[index] = tensor.contiguous()
-        return given
+                tensors[index] = tensor.contiguous()
+        return tensors
 
 
-class _Allocation(NamedTuple):
-    """How a result is allocated, decided once: PyTorch's ``empty_like`` takes half the time."""
-
-    source: int  # place of a tensor on its device
-    dtype: torch.dtype | None  # None: the source's
-    #: By dimension, where its size is: place of a tensor, or -1 for the sizes that a call gives;
-    #: dimension or index there; factor; addend. None: the shape is the source's.
-    shape: list[tuple[int, int, int, int]] | None
-
-    def make(self, tensors: Sequence[Any], sizes: Sequence[int]) -> Tensor:
-        """The result, uninitialised, from the tensors before it and the call's ``sizes``."""
-        at_source, dtype, where = self
-        source: Tensor = tensors[at_source]
-        if where is None:
-            return torch.empty_like(source)
-        shape = [
-            factor * (sizes[at] if place < 0 else tensors[place].shape[at]) + more
-            for place, at, factor, more in where
-        ]
-        return source.new_empty(shape) if dtype is None else source.new_empty(shape, dtype=dtype)
+def _allocate(how: _Allocation, tensors: Sequence[Any], sizes: Sequence[int]) -> Tensor:
+    """A result, uninitialised, from the tensors before it and the call's ``sizes``."""
+    at_source, dtype, where = how
+    source: Tensor = tensors[at_source]
+    if where is None:
+        return torch.empty_like(source)
+    shape = [
+        factor * (sizes[at] if place < 0 else tensors[place].shape[at]) + more
+        for place, at, factor, more in where
+    ]
+    return source.new_empty(shape) if dtype is None else source.new_empty(shape, dtype=dtype)
 
 
 def _allocations(
@@ -249,7 +251,7 @@ def _allocations(
     """How results are allocated, in order."""
     # Tensors that are there when a result is made, by their place among arguments and results.
     known = {i: (x.dtypes, x.shape.sizes) for i, x in enumerate(arguments) if not x.optional}
-    found = []
+    found: list[_Allocation] = []
     for place, result in enumerate(results, start=len(arguments)):
         shape, named = Shape(result.shape).sizes, isinstance(result.dtype, str)
         dtype: Any = result.dtype if named else (result.dtype,)
@@ -257,11 +259,11 @@ def _allocations(
         same += [i for i, x in enumerate(arguments) if x.name == dtype]
         alike = [i for i in same if known[i][1] == shape]
         if alike:
-            found.append(_Allocation(alike[0], None, None))
+            found.append((alike[0], None, None))
         else:
             given = None if same or named else dtype[0]
             where = [_where(known, size, sizes) for size in shape]
-            found.append(_Allocation((same or list(known))[0], given, where))
+            found.append(((same or list(known))[0], given, where))
         known[place] = (dtype, shape)
     return found
 
@@ -269,7 +271,7 @@ def _allocations(
 def _where(
     known: Mapping[int, tuple[Any, list[Size]]], size: Size, sizes: Sequence[str]
 ) -> tuple[int, int, int, int]:
-    """Where a size is, as in :class:`_Allocation`."""
+    """Where a size is, see :data:`_Allocation`."""
     name, factor, more = size
     for place, (_, shape) in known.items():
         if (name, 1, 0) in shape:

@@ -163,6 +163,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("drop_pages", {"states": state(1, 1, 4)._replace(slot_pages=f32(1, 1, 4))}, "slot_pages: got"),
     ("drop_pages", {"states": state(1, 1, 4)._replace(lru_order=i32([[[0]]]))}, "lru_order: got"),
     ("encode_latents", {"latents": f32(2, 1, 81)}, "latents: got shape"),
+    ("decode_latents", {"pages": u8(3, 2, 224)[..., ::2], "impl": "triton"}, "pages: got stride 2"),
     ("gather_pages", {"dst": pool(4, 3, 4, 8)}, "got pages of 3 heads, expected .* 2, or 1 head"),
     ("gather_pages", {"src_pages": SLOT[None]}, "src_pages: got dtype torch.int64, expected torch"),
     ("gather_pages", {"heads": 0}, "heads: got 0, expected 1 or more"),
@@ -177,6 +178,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("index_score", {"keys": f32(4, 8).half()}, "keys: got dtype torch.float16, expected one of"),
     ("index_score", {"keys": f32(4, 8).to(FP8)}, "scales: got None, expected them"),
     ("index_score", {"scales": f32(4)}, "scales: got them, expected None for torch.float32"),
+    ("index_score", {"keys": f32(4, 16)[..., ::2], "impl": "triton"}, "keys: got stride 2 in"),
     ("index_score", {"num_pages": f32(1)}, "num_pages: got dtype torch.float32"),
     ("key_score", {"query": f32(1, 4, 8).half()}, "query: got dtype torch.float16, expected"),
     ("key_score", {"keys": f32(3, 2, 4, 8).char()}, "keys: got dtype torch.int8, expected one of"),
@@ -200,12 +202,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("outline_score", {"query": f32(1, 3, 8)}, "outlines: got 2 heads, expected a divisor of"),
     ("outline_score", {"query": f32(1, 2, 40)}, r"outlines: got shape \[4, 2, 9\]"),
     ("outline_score", {"outlines": f32(4, 2, 9)}, "outlines: got dtype torch.float32"),
+    ("outline_score", {"outlines": u8(4, 2, 18)[..., ::2], "impl": "triton"}, "outlines: got str"),
     ("outline_score", {"num_pages": i32([1, 1])}, r"num_pages: got shape \[2\], expected \[1\]"),
     ("page_score", {"query": f32(1, 2, 8).double()}, "query: got dtype torch.float64, expected"),
     ("page_score", {"summaries": f32(9, 1, 1, 8)}, r"summaries: got shape \[9, 1, 1, 8\]"),
     ("page_score", {"summaries": f32(9, 1, 1, 16).int()}, "summaries: got dtype torch.int32, exp"),
     ("page_score", {"summaries": f32(9, 1, 1, 16).to("meta")}, "summaries: got device meta"),
     ("page_score", {"summaries": f32(9, 1, 3, 16)}, "summaries: got 3 heads, expected a divisor"),
+    ("page_score", {"summaries": f32(9, 1, 1, 32)[..., ::2], "impl": "triton"}, "summaries: got s"),
     ("page_score", {"host_page_table": SLOT[None]}, "host_page_table: got dtype torch.int64"),
     ("page_score", {"num_pages": i32([1]).to("meta")}, "num_pages: got device meta, expected cpu"),
     ("page_score", {"scales": f32(9, 1, 2)}, r"scales: got shape \[9, 1, 2\]"),
@@ -258,6 +262,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+#: An operation, a tensor that it writes, rows that are not dense, and the layout that is expected.
+STRIDED: list[tuple[str, str, Tensor, str]] = [
+    ("decode_latents", "out", f32(1, 2, 160)[..., ::2], "a contiguous tensor"),
+    ("decode_latents", "out", f32(1, 2, 81)[..., :80], "a contiguous tensor"),
+    ("page_sketch", "sketches", u8(4, 1, 2 * SKETCH.num_bytes)[..., ::2], "1 in the last dim"),
+    ("page_summary", "summaries", f32(4, 1, 1, 32)[..., ::2], "1 in the last dimension"),
+    ("store_index_keys", "keys", f32(4, 16)[..., ::2], "1 in the last dimension"),
+]
+
+
 def test_every_operation_has_a_call() -> None:
     assert set(OPERATIONS) <= set(CALLS)
 
@@ -275,3 +289,19 @@ def test_the_error_names_the_tensor(name: str, change: dict[str, Any], message: 
     operation, given = CALLS[name]
     with pytest.raises(KernelError, match=message):
         operation(**(given | change))
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "cpu", "triton"])
+@pytest.mark.parametrize(
+    ("name", "tensor", "strided", "expected"), STRIDED, ids=[f"{x[0]}-{x[3][:4]}" for x in STRIDED]
+)
+def test_a_written_tensor_without_dense_rows_is_refused(
+    name: str, tensor: str, strided: Tensor, expected: str, impl: str
+) -> None:
+    """Also after a call with dense ones, which is remembered as checked."""
+    operation, given = CALLS[name]
+    operation(**given)
+    before = strided.clone()
+    with pytest.raises(KernelError, match=rf"{tensor}: got strides \[.*\], expected {expected}"):
+        operation(**(given | {tensor: strided, "impl": impl}))
+    assert torch.equal(strided, before)

@@ -39,7 +39,7 @@ PAGED_ATTENTION = Operation(
     Arg("kv.scales", torch.uint8, "N Hr S 2", optional=True, layout="any"),
     Arg("page_table", torch.int32, "R P", layout="any"),
     Arg("seq_lens", torch.int32, "R", layout="any"),
-    results=(Result("out", "query", "R Q Dv"), Result("lse", "query", "R Q")),
+    results=(Result("query", "R Q Dv"), Result("query", "R Q")),
     cpu=lambda call, query, kv, table, seq_lens, rule: call(
         scaled_query(query, rule.scale), *kv, table, seq_lens, rule.logit_cap, rule.window
     ),
@@ -51,7 +51,7 @@ CHUNK_ATTENTION = Operation(
     Arg("query", FLOATS, "T Hq Dk", layout="all"),
     Arg("k", FLOATS, "Tk Hkv Dk", layout="any"),
     Arg("v", "k", "Tk Hkv Dv", layout="any"),
-    results=(Result("out", "query", "T Hq Dv"), Result("lse", "query", "T Hq")),
+    results=(Result("query", "T Hq Dv"), Result("query", "T Hq")),
     values=("causal", "first_key"),
     cpu=lambda call, query, k, v, causal, rule, first_key: call(
         scaled_query(query, rule.scale), k, v, causal, rule.logit_cap, rule.window, first_key

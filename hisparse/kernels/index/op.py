@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.kernels.arguments import FLOATS, Arg, check_contiguous
+from hisparse.kernels.arguments import FLOATS, Arg
 from hisparse.kernels.operation import Operation
 from hisparse.kernels.quantize.op import check_scales
 from hisparse.types import IndexerInputs
@@ -52,7 +52,7 @@ STORE_INDEX_KEYS = Operation(
     Arg("new", FLOATS, "T Di"),
     Arg("keys", _KEY_DTYPES, "pages Di", written=True),
     Arg("host_pages", (torch.int32, torch.int64), "T"),
-    Arg("scales", torch.float32, "pages", optional=True, written=True),
+    Arg("scales", torch.float32, "pages", optional=True, written=True, layout="all"),
     also=_scales_fit,
 )
 
@@ -136,9 +136,7 @@ def store_index_keys(
             float8_e4m3fn needs them, the other dtypes have none.
 
     Raises:
-        KernelError: the scales are not contiguous.
+        KernelError: the scales are not contiguous, or the rows of ``keys`` are not dense.
     """
     run = STORE_INDEX_KEYS(impl, new, keys, host_pages, scales)
-    if scales is not None:
-        check_contiguous("scales", scales)
     run(new, keys, host_pages, scales)

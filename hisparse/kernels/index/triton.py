@@ -16,6 +16,7 @@ from hisparse.kernels.triton_common import (
     num_parts,
     power_of,
     reads_e4m3,
+    require_dense_rows,
     rounded,
 )
 from hisparse.types import IndexerInputs
@@ -54,6 +55,7 @@ def index_score(
     scores = torch.empty(batch, 1, width, dtype=torch.float32, device=keys.device)
     if scores.numel() == 0:
         return scores
+    require_dense_rows(keys=keys)
     fp8 = keys.dtype == torch.float8_e4m3fn
     as_bytes = fp8 and not reads_e4m3(keys.device)
     narrow = torch.float16 if fp8 else keys.dtype
@@ -66,7 +68,7 @@ def index_score(
             keys.view(torch.uint8) if as_bytes else keys,
             keys.stride(0),
             # Not read where there are no scales.
-            new.weights if scales is None else scales,
+            new.weights if scales is None else scales.contiguous(),
         ),
         (host_page_table, *host_page_table.stride(), num_pages.contiguous()),
         scores,

@@ -19,7 +19,7 @@ KEY_SCORE = Operation(
     Arg("keys", FLOATS, "_ Hkv _ D", layout="any"),
     Arg("host_page_table", torch.int32, "B P"),
     Arg("num_pages", torch.int32, "B", layout="all"),
-    results=(Result("scores", torch.float32, "B Hq P"),),
+    results=(Result(torch.float32, "B Hq P"),),
     cpu=lambda call, query, keys, host_page_table, num_pages, reduce, logit_cap: call(
         query, keys, host_page_table, num_pages, reduce == "lse", logit_cap
     ),

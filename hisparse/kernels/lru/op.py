@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,11 +119,12 @@ class DiffTables(NamedTuple):
 
 def tables(rows: str, *, pages_move: bool) -> tuple[Arg, ...]:
     """A :class:`RowState` of ``rows``, "NR" or "L NR"; whether rows get other device pages."""
+    layout: Literal["any", "rows"] = "any" if pages_move else "rows"
     return (
-        Arg("slot_pages", _I32, f"{rows} C", written=True),
-        Arg("lru_order", _I32, f"{rows} C", written=True),
-        Arg("device_pages", _I32, f"{rows} C", written=pages_move),
-        Arg("page_slots", _I32, f"{rows} _", optional=True, written=True),
+        Arg("slot_pages", _I32, f"{rows} C", written=True, layout="any"),
+        Arg("lru_order", _I32, f"{rows} C", written=True, layout="any"),
+        Arg("device_pages", _I32, f"{rows} C", written=pages_move, layout=layout),
+        Arg("page_slots", _I32, f"{rows} _", optional=True, written=True, layout="any"),
     )
 
 
@@ -208,12 +209,12 @@ LRU_DIFF = Operation(
     *tables("NR", pages_move=False),
     Arg("rows", _I64, "R"),
     Arg("num_pages", _I32, "T", optional=True),
-    results=(
-        Result("curr_device_slots", _I32, "R K"),
-        Result("load_host_pages", _I32, "R K"),
-        Result("load_device_slots", _I32, "R K"),
-        Result("num_hits", _I32, "R"),
-        Result("num_misses", _I32, "R"),
+    results=(  # Of `LruDiff`, in order.
+        Result(_I32, "R K"),
+        Result(_I32, "R K"),
+        Result(_I32, "R K"),
+        Result(_I32, "R"),
+        Result(_I32, "R"),
     ),
     cpu=True,
     cuda=_diff_on_cuda,
@@ -232,15 +233,15 @@ DIFF_TABLES = Operation(
     Arg("tail_pages", _I32, "R"),
     Arg("tail_lens", _I32, "R"),
     Arg("dense", torch.bool, "T", optional=True),
-    Arg("malformed", _I64, "1", optional=True, written=True),
+    Arg("malformed", _I64, "1", optional=True, written=True, layout="any"),
     *tables("NR", pages_move=False),
-    results=(
-        Result("attended", _I32, "R K+1"),
-        Result("seq_lens", _I32, "R"),
-        Result("loads", _I32, "R K"),
-        Result("load_host_pages", _I32, "R K"),
-        Result("num_hits", _I32, "R"),
-        Result("num_misses", _I32, "R"),
+    results=(  # Of `DiffTables`, in order.
+        Result(_I32, "R K+1"),
+        Result(_I32, "R"),
+        Result(_I32, "R K"),
+        Result(_I32, "R K"),
+        Result(_I32, "R"),
+        Result(_I32, "R"),
     ),
     on="rows",
     values=("width",),
@@ -272,6 +273,9 @@ def lru_diff(
     impl: str = "auto",
 ) -> LruDiff:
     """Find the resident ones of the selected pages, and choose the slots to load the others to.
+
+    This is the first half of :func:`diff_tables`. The engine calls only that; this one is for tests
+    and for ``hisparse bench lru-diff``.
 
     The tables of ``state`` are updated in place: the order becomes survivors in their old order,
     then slots just loaded in load order, then hits in their old order.

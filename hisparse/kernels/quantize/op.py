@@ -182,8 +182,8 @@ DEQUANTIZE = Operation(
     Arg("k", QUANTIZED, "*T Dk", layout="any"),
     Arg("v", "k", "*T Dv", layout="any"),
     Arg("scales", torch.uint8, "*T 2", layout="any"),
-    Arg("out.k", FLOATS, "*T Dk", on=(), written=True),
-    Arg("out.v", FLOATS, "*T Dv", on=("out.k",), written=True),
+    Arg("out.k", FLOATS, "*T Dk", on=(), written=True, layout="any"),
+    Arg("out.v", FLOATS, "*T Dv", on=("out.k",), written=True, layout="any"),
 )
 ENCODE_LATENTS = Operation(
     __name__,
@@ -197,7 +197,7 @@ DECODE_LATENTS = Operation(
     "decode_latents",
     Arg("pages", torch.uint8, "N S bytes", layout="any"),
     Arg("table", torch.int32, "n", layout="all"),
-    Arg("out", FLOATS, "n S width", written=True),
+    Arg("out", FLOATS, "n S width", written=True, layout="all"),
     values=("width", "bytes"),
     cpu=_decode_on_cpu,
     also=_pages_exist,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hisparse.kernels.quantize.op import RULES, LatentRow
 from hisparse.kernels.quantize.reference import pack_latents
+from hisparse.kernels.triton_common import require_dense_rows
 from hisparse.types import StoredKV
 
 #: Elements of a program; small, so that a step's few vectors make many programs.
@@ -141,6 +142,7 @@ def decode_latents(pages: Tensor, table: Tensor, out: Tensor, row: LatentRow) ->
     count, size = table.shape[0], pages.shape[1]
     if count * size == 0:
         return
+    require_dense_rows(pages=pages)
     block = triton.next_power_of_2(row.rank)
     tokens = max(1, _DECODED // block)
     _decode_kernel[(triton.cdiv(count * size, tokens),)](

@@ -90,8 +90,8 @@ SELECT = Operation(
     Arg("num_pages", _I32, "B"),
     Arg("forced", torch.bool, "B P", optional=True, layout="any"),
     Arg("rest", torch.float32, "B Hs", optional=True, layout="any"),
-    Arg("invalid_scores", torch.int64, "1", optional=True, written=True),
-    results=(Result("pages", _I32, "B H K"), Result("lengths", _I32, "B H")),
+    Arg("invalid_scores", torch.int64, "1", optional=True, written=True, layout="any"),
+    results=(Result(_I32, "B H K"), Result(_I32, "B H")),
     values=("H",),
     cpu=lambda call, scores, num_pages, forced, rest, invalid_scores, rule: call(
         scores.float().contiguous(),

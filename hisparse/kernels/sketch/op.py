@@ -209,7 +209,7 @@ SKETCH_SCORE = Operation(
     Arg("tail.kv.scales", torch.uint8, "N Hr tail 2", optional=True, layout="any"),
     Arg("tail.pages", _I32, "R", optional=True),
     Arg("tail.lens", _I32, "R", optional=True),
-    results=(Result("scores", torch.float32, "B Hq P"),),
+    results=(Result(torch.float32, "B Hq P"),),
     values=("D", "S", "bytes"),
     cpu=_score_on_cpu,
     cuda=_score_on_cuda,
@@ -222,7 +222,7 @@ OUTLINE_SCORE = Operation(
     Arg("outlines", torch.uint8, "_ Hkv bytes", layout="all"),
     Arg("host_page_table", _I32, "B P"),
     Arg("num_pages", _I32, "B", layout="all"),
-    results=(Result("scores", torch.float32, "B Hq P"),),
+    results=(Result(torch.float32, "B Hq P"),),
     cpu=True,
     also=_outlines_fit,
 )
@@ -251,7 +251,7 @@ def page_sketch(
         layout: of the bytes.
 
     Raises:
-        KernelError: a page is beyond the sketches.
+        KernelError: the rows of ``sketches`` are not dense, or a page is beyond the sketches.
     """
     run = PAGE_SKETCH(impl, keys, sketches, host_pages, values=_sizes(layout))
     run(keys, sketches, host_pages, layout)

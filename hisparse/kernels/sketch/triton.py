@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hisparse.kernels.sketch.op import MOST_SCALE, SCALE_OFFSET, SketchLayout
+from hisparse.kernels.triton_common import require_dense_rows
 
 #: Smallest sizes of a matrix product, for outlines.
 _PAGES = 16
@@ -194,12 +195,13 @@ def outline_score(
     scores = query.new_empty(batch, q_heads, width)
     if scores.numel() == 0:
         return scores
+    require_dense_rows(outlines=outlines)
     group = q_heads // kv_heads
     parts = triton.cdiv(group, _MOST_QUERIES)
     _outline_kernel[(triton.cdiv(width, _PAGES), kv_heads * parts, batch)](
         query.contiguous(),
         (outlines, *outlines.stride()[:2]),
-        (host_page_table, *host_page_table.stride(), num_pages),
+        (host_page_table, *host_page_table.stride(), num_pages.contiguous()),
         scores,
         (width, q_heads),
         _OutlineConstants(

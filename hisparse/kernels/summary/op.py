@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels.arguments import FLOATS, Arg, Result, check_contiguous, check_divides
+from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
 from hisparse.kernels.attention.op import scaled_query
 from hisparse.kernels.operation import Operation
 from hisparse.kernels.quantize.op import check_scales
@@ -44,7 +44,7 @@ PAGE_SUMMARY = Operation(
     Arg("keys", FLOATS, "N S Hkv D"),
     Arg("summaries", _DTYPES, "pages ranges Hkv 2*D", written=True),
     Arg("host_pages", (torch.int32, torch.int64), "N"),
-    Arg("scales", torch.float32, "pages ranges Hkv", optional=True, written=True),
+    Arg("scales", torch.float32, "pages ranges Hkv", optional=True, written=True, layout="all"),
     cpu=_summarize_on_cpu,
     also=_ranges_fit,
 )
@@ -56,7 +56,7 @@ PAGE_SCORE = Operation(
     Arg("host_page_table", torch.int32, "B P"),
     Arg("num_pages", torch.int32, "B", layout="all"),
     Arg("scales", torch.float32, "pages ranges Hkv", optional=True, layout="all"),
-    results=(Result("scores", "query", "B Hq P"),),
+    results=(Result("query", "B Hq P"),),
     cpu=lambda call, query, summaries, host_page_table, num_pages, scales, scale: call(
         scaled_query(query, scale), summaries, host_page_table, num_pages, scales
     ),
@@ -88,11 +88,10 @@ def page_summary(
             to. float8_e4m3fn needs them, the other dtypes have none.
 
     Raises:
-        KernelError: the scales are not contiguous, or a page is beyond the summaries.
+        KernelError: the scales are not contiguous, the rows of ``summaries`` are not dense, or a
+            page is beyond the summaries.
     """
     run = PAGE_SUMMARY(impl, keys, summaries, host_pages, scales)
-    if scales is not None:
-        check_contiguous("scales", scales)
     run(keys, summaries, host_pages, scales)
 
 

@@ -15,6 +15,7 @@ from hisparse.kernels.triton_common import (
     num_parts,
     power_of,
     reads_e4m3,
+    require_dense_rows,
 )
 
 #: Channels of a warp at least: four a thread.
@@ -69,6 +70,7 @@ def page_score(
     scores = torch.empty(batch, q_heads, width, dtype=torch.float32, device=query.device)
     if scores.numel() == 0:
         return scores
+    require_dense_rows(summaries=summaries)
     group = q_heads // kv_heads
     fp8 = summaries.dtype == torch.float8_e4m3fn
     as_bytes = fp8 and not reads_e4m3(query.device)

@@ -60,18 +60,6 @@ def _tail_slots_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> Non
         raise KernelError(f"device.k: got shape {list(shape)}, expected {expected}")
 
 
-def _append_on_cpu(
-    call: Callable[..., Any],
-    host: MovedKV,
-    tokens: MovedKV,
-    host_slots: Tensor,
-    device: MovedKV,
-    tail_slots: Tensor,
-) -> None:
-    SCATTER_TOKENS.on_cpu(host, tokens, host_slots)
-    SCATTER_TOKENS.on_cpu(device, row_tokens(tokens, tail_slots.shape[0]), tail_slots)
-
-
 def _gather_on_cuda(
     call: Callable[..., Any],
     src: MovedKV,
@@ -115,7 +103,7 @@ def copy_pages(
     Raises:
         KernelError: as ``gather_pages``, and for a page that a pool does not have.
     """
-    tensors = GATHER_PAGES.native((*src, src_pages, *dst, dst_pages))
+    tensors = GATHER_PAGES.native([*src, src_pages, *dst, dst_pages])
     return bool(call_cuda("copy_pages", *tensors, heads, *limits))
 
 
@@ -125,8 +113,8 @@ GATHER_PAGES = Operation(
     Arg("src.k", None, "?L Ps Hs S Dk", on=(), layout="any"),
     Arg("src.v", None, "?L Ps Hs S Dv", on=("src.k",), layout="any"),
     Arg("src_pages", _I32, "R K", on=_LISTS),
-    Arg("dst.k", "src.k", "?L Pd Hd S Dk", on=(), written=True),
-    Arg("dst.v", "src.v", "?L Pd Hd S Dv", on=("dst.k",), written=True),
+    Arg("dst.k", "src.k", "?L Pd Hd S Dk", on=(), written=True, layout="any"),
+    Arg("dst.v", "src.v", "?L Pd Hd S Dv", on=("dst.k",), written=True, layout="any"),
     Arg("dst_pages", _I32, "R K", on=_LISTS),
     cpu=True,
     cuda=_gather_on_cuda,
@@ -135,8 +123,8 @@ GATHER_PAGES = Operation(
 SCATTER_TOKENS = Operation(
     __name__,
     "scatter_tokens",
-    Arg("dst.k", None, "?L P H S Dk", on=(), written=True),
-    Arg("dst.v", None, "?L P H S Dv", on=("dst.k",), written=True),
+    Arg("dst.k", None, "?L P H S Dk", on=(), written=True, layout="any"),
+    Arg("dst.v", None, "?L P H S Dv", on=("dst.k",), written=True, layout="any"),
     Arg("k", "dst.k", "?L T H Dk", on=(), layout="any"),
     Arg("v", "dst.v", "?L T H Dv", on=("k",), layout="any"),
     Arg("slots", _I64, "T", on=("cpu", "k", "dst.k")),
@@ -148,15 +136,14 @@ SCATTER_TOKENS = Operation(
 APPEND_TOKENS = Operation(
     __name__,
     "append_tokens",
-    Arg("host.k", None, "P H S Dk", on=(), written=True),
-    Arg("host.v", None, "P H S Dv", on=("host.k",), written=True),
+    Arg("host.k", None, "P H S Dk", on=(), written=True, layout="any"),
+    Arg("host.v", None, "P H S Dv", on=("host.k",), written=True, layout="any"),
     Arg("k", "host.k", "T H Dk", on=(), layout="any"),
     Arg("v", "host.v", "T H Dv", on=("k",), layout="any"),
     Arg("host_slots", _I64, "T", on=("cpu", "k", "host.k")),
-    Arg("device.k", "host.k", "N Hr S Dk", on=(), written=True),
-    Arg("device.v", "host.v", "N Hr S Dv", on=("device.k",), written=True),
+    Arg("device.k", "host.k", "N Hr S Dk", on=(), written=True, layout="any"),
+    Arg("device.v", "host.v", "N Hr S Dv", on=("device.k",), written=True, layout="any"),
     Arg("tail_slots", _I64, "R", on=("device.k",)),
-    cpu=_append_on_cpu,
     cuda=True,
     also=_tail_slots_fit,
 )
