@@ -79,6 +79,7 @@ class StoreFolder:
         self._lock, self._size_lock = threading.Lock(), threading.Lock()
         #: What this process has added and removed, and where in the file it says so.
         self._added, self._removed, self._place = 0, 0, 0
+        self._size_fd = -1
         try:
             self.path = path.expanduser().absolute()
             if old := [name for name in _OLD_NAMES if (self.path / name).exists()]:
@@ -125,7 +126,7 @@ class StoreFolder:
         if is_open:
             self._pages.tighten()
         if not self.read_only:
-            self._open_size().close()
+            self._open_size()
 
     def folder(self, namespace: str) -> PageFolder | None:
         """The pages of the namespace with this key; None: there are none yet.
@@ -206,29 +207,38 @@ class StoreFolder:
 
     def count(self, change: int) -> np.ndarray:
         """As :meth:`add_bytes`. Returns ``[2] uint64``: bytes that all have added and removed."""
-        with self._size_lock, self._open_size() as file:
+        with self._size_lock:
+            fd = self._open_size()
             if not self._place:
-                with self._open_size(os.O_APPEND) as end:
+                with FileIO(self._root.open(_SIZE, os.O_RDWR | os.O_APPEND), "r+") as end:
                     # In a new file, the pair that corrects as well.
-                    end.write(bytes(16 if os.fstat(end.fileno()).st_size else 32))
+                    end.write(bytes(16 if os.fstat(fd).st_size else 32))
                     self._place = end.tell() // 16 * 16 - 16
             added, removed = self._added + max(0, change), self._removed + max(0, -change)
-            os.pwrite(file.fileno(), _to_bytes(added) + _to_bytes(removed), self._place)
+            os.pwrite(fd, _to_bytes(added) + _to_bytes(removed), self._place)
             self._added, self._removed = added, removed
-            data = os.pread(file.fileno(), os.fstat(file.fileno()).st_size // 16 * 16, 0)
+            data = os.pread(fd, os.fstat(fd).st_size // 16 * 16, 0)
         # Modulo 2^64, so that any content of the file can be corrected.
         sums: np.ndarray = np.frombuffer(data, "<u8").reshape(-1, 2).sum(0)
         return sums
 
     def correct(self, change: int) -> None:
         """Add to what :meth:`add_bytes` returns to any process; only inside of :meth:`evicting`."""
-        with self._open_size() as file:
-            before = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-            os.pwrite(file.fileno(), _to_bytes(before + change), 0)
+        with self._size_lock:
+            before = int.from_bytes(os.pread(self._open_size(), 8, 0), "little")
+            os.pwrite(self._open_size(), _to_bytes(before + change), 0)
 
-    def _open_size(self, flags: int = 0) -> FileIO:
-        """The file of bytes, opened anew: it may have been deleted and made again."""
-        return FileIO(self._root.open(_SIZE, os.O_RDWR | os.O_CREAT | flags), "r+")
+    def _open_size(self) -> int:
+        """The file of bytes, open; it may have been deleted and made again."""
+        if self._size_fd < 0 or not os.fstat(self._size_fd).st_nlink:
+            self._close_size()
+            self._size_fd = self._root.open(_SIZE, os.O_RDWR | os.O_CREAT)
+        return self._size_fd
+
+    def _close_size(self) -> None:
+        fd, self._size_fd = self._size_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     @property
     def context_bytes(self) -> int:
@@ -262,6 +272,7 @@ class StoreFolder:
             folder.close()
         self._pages.close()
         self._root.close()
+        self._close_size()
 
 
 def _to_bytes(number: int) -> bytes:

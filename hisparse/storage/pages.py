@@ -106,14 +106,16 @@ class PageFolder:
         A file is no page if it has another length than ``page_bytes`` say (None: any will do), is a
         link, or is of another user or open to others' writes.
         """
-        found = ABSENT
-        with contextlib.suppress(OSError):
+        try:
             about = os.stat(key, dir_fd=self._folder.fd, follow_symlinks=False)
-            found, size = NO_PAGE, about.st_size - DIGEST_BYTES
-            if page_bytes in (None, size) and self._folder.is_private_file(about):
-                return max(0, about.st_mtime_ns)
+        except OSError:
+            self._seen.discard(key)
+            return ABSENT
+        is_page = page_bytes is None or about.st_size == page_bytes + DIGEST_BYTES
+        if is_page and self._folder.is_private_file(about):
+            return max(0, about.st_mtime_ns)
         self._seen.discard(key)
-        return found
+        return NO_PAGE
 
     def read(self, key: str, page: memoryview) -> None:
         """Read a page. A damaged one is removed.

@@ -232,3 +232,15 @@ def test_a_store_of_root_that_a_user_can_only_read(path: Path) -> None:
     assert {each: each.stat().st_mtime_ns for each in [path, *path.rglob("*")]} == before
     os.chown(path, NOBODY - 1, NOBODY - 1)
     assert "belongs to another user" in as_nobody(use)
+
+
+def test_a_file_of_somebody_elses_named_size(path: Path) -> None:
+    """It makes no store, and stays as it is in one."""
+    path.mkdir(mode=0o700)
+    (path / "size").write_bytes(b"my notes")
+    with pytest.raises(ConfigError, match="expected the folder of a store"):
+        FileStore(path, create=False)
+    with _open(path) as store:
+        assert all(read(store, fill(store, range(3))))
+        store.collect()
+    assert (path / "size").read_bytes() == b"my notes"
