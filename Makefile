@@ -1,5 +1,5 @@
 # make demo    a long document answered by a real model, dense and with hisparse, side by side
-# make test    lint and every test, at small sizes
+# make test    lint and tests at small sizes: all but the parts below
 # make test-all PART=sweeps    kernels under 20 orders of threads, the contract suite with all scopes
 #                              and page sizes, many more examples of hypothesis
 # make test-all PART=isa       the CPU kernels built for SSE, AVX2, this processor, NEON and SVE, and what
@@ -30,7 +30,7 @@
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, speed, a served
 #                  SGLang, sanitizers; PART=kernels, engine, bench-kernels, bench-decode, bench-step,
 #                  serve or sanitizers for one of them alone, each below 8 minutes
-# make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
+# make gpu-wheels  what else gpu-check needs, as wheels for such a machine without an index
 # make pins    the hashes in requirements/, after a version there has changed
 # make wheel   dist/*.whl from the last commit: the same commit gives the same bytes
 # make audit   known vulnerabilities of the pinned packages

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -359,7 +359,7 @@ def describe(torch: Any) -> dict[str, Any]:
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     return {
         "command": "gpu-check",
-        "date": datetime.now(timezone.utc).isoformat("T", "seconds"),
+        "date": datetime.now(UTC).isoformat("T", "seconds"),
         "device": torch.cuda.get_device_name(),
         "commit": os.environ.get("HISPARSE_COMMIT", commit),
         "versions": versions | {"cuda": torch.version.cuda},

@@ -7,11 +7,11 @@ pyproject.toml and the requirements of installed packages, licences from their m
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections import defaultdict
 from importlib.metadata import PackageMetadata, PackageNotFoundError, distribution
 from pathlib import Path
 
-import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 

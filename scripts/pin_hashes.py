@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
-import tomllib
 from packaging.tags import Tag
 from packaging.utils import canonicalize_name, parse_wheel_filename
 

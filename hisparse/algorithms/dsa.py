@@ -113,7 +113,7 @@ class DSA(BaseSparseAlgorithm):
 
 
 def _forced(count: Tensor, width: int, policy: SelectionPolicy) -> Tensor | None:
-    """``[N, P] bool``, the sinks and recents of the first ``count [N]`` tokens; None: no token is.
+    """``[N, P] bool``, the sinks and recents of the first ``count [N]`` tokens, or None.
 
     The last of these tokens is the new one, the tail page. It is kept if recent pages are.
     """

@@ -63,6 +63,9 @@ class Sketch(BaseSparseAlgorithm):
         count = round(self.detail * kv.head_dim) if kv.page_size > 1 else 0
         return SketchLayout(kv.head_dim, kv.page_size, count, device != "cpu")
 
+    def _layout(self, step: PrefillStep | DecodeStep) -> SketchLayout:
+        return step.once("layout", lambda: self.layout(step.policy.kv, step.policy.device))
+
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         heads, dim = policy.kv.num_kv_heads, policy.kv.head_dim
         shape = (heads, self.layout(policy.kv, policy.device).num_bytes)
@@ -76,8 +79,7 @@ class Sketch(BaseSparseAlgorithm):
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        sketches = step.representations[_SKETCH][layer_id]
-        layout = self.layout(step.policy.kv, step.policy.device)
+        sketches, layout = step.representations[_SKETCH][layer_id], self._layout(step)
         page_sketch(keys, sketches, host_pages, layout)
         if self.economy:
             where = host_pages.long()
@@ -112,9 +114,11 @@ class Sketch(BaseSparseAlgorithm):
         layer_id: int,
         step: DecodeStep,
     ) -> tuple[Tensor, Tensor | None]:
-        """Scores of the pages in ``table``, and of the tail page if a selection needs it."""
-        policy = step.policy
-        layout = self.layout(policy.kv, policy.device)
+        """Scores of the pages in ``table``, and of the tail page if a selection needs it.
+
+        ``query [B, Hq, D]``, ``table [B, P]`` -> ``[B, Hq, P]`` and ``[B, Hq]``, both float32.
+        """
+        policy, layout = step.policy, self._layout(step)
         # Heads that share a selection compare their pages with the tail page, always attended.
         alone = policy.heads == policy.kv.num_q_heads
         tail = None if alone else step.tail_pages(layer_id)

@@ -93,14 +93,11 @@ class SelectionPolicy:
         return tuple(replace(rule, window=self.kv.window(layer)) for layer in layers)
 
     def forced_pages(self, num_pages: Tensor, width: int) -> Tensor:
-        """Sink pages and recent pages, which every selection has, whatever their scores.
+        """``[B, P] bool``, sinks and recent pages, which every selection has for any scores.
 
         Args:
             num_pages: ``[B] int32``, full pages of each request.
             width: P, at least the largest of ``num_pages``.
-
-        Returns:
-            ``[B, P] bool``.
         """
         page, count = torch.arange(width, device=num_pages.device), num_pages[:, None]
         forced = (page >= count - self.num_recent_pages) | (page < self.num_sink_pages)
@@ -209,9 +206,9 @@ class DecodeStep:
         follows: whether an earlier step of the forward may fill tail pages, so that each layer has
             to find them when it begins.
         captured: whether this is a captured step, or one that warms up for the capture.
-        index: ``[B] int64``, places of the requests in the batch; None: they are the whole batch.
-        last: the last tokens of the requests, some of which have several tokens in the batch, one
-            after the other; None: each request has one. Only the last token may fill a page.
+        index: ``[B] int64``, places of the requests in the batch, or None if they are all of it.
+        last: the last tokens of the requests, if some have several tokens in the batch, one after
+            the other. Only the last token may fill a page.
         by_mode: the requests of a whole batch by attention mode, in layers that attend sparsely.
         dense_by_mode: the same, in layers that are always dense.
         cache: state that layers share; the only attribute that changes during a step.
@@ -250,7 +247,7 @@ class DecodeStep:
 
     @property
     def dense(self) -> Tensor | None:
-        """``[B] bool``, requests of a sparse step that attend every page; None: none does."""
+        """``[B] bool``, requests of a sparse step that attend every page, or None if none does."""
         return self.rows.dense
 
     @property
@@ -267,16 +264,22 @@ class DecodeStep:
         """The value of ``find()``, which only the first layer of the step calls.
 
         For values that depend on the requests and not on the layer: on a GPU each operator is a
-        launch.
-
-        Args:
-            name: a name for the value, unique in the algorithm.
-            find: computes it.
+        launch. ``name`` is unique in the algorithm.
         """
         if name not in self.cache.values:
             self.cache.values[name] = find()
         value: T = self.cache.values[name]
         return value
+
+    def of_layer(self, name: str, layer_id: int, find: Callable[[int], T]) -> T:
+        """The value of ``find(layer_id)``, which the first layer of the step calls for all layers.
+
+        Each layer calls it where an earlier step of the forward may change the layer's tail pages.
+        """
+        if self.follows:
+            return find(layer_id)
+        layers = range(self.policy.kv.num_layers)
+        return self.once(name, lambda: [find(layer) for layer in layers])[layer_id]
 
     @property
     def seq_lens(self) -> Tensor:
@@ -320,10 +323,7 @@ class DecodeStep:
     def window_pages(self, window: int) -> Selection:
         """A selection of the full pages that the last ``window`` tokens of each request touch.
 
-        Its width depends on the window alone, so that steps can be captured.
-
-        Args:
-            window: tokens, the new one included.
+        The new token counts. The width depends on the window alone: steps can be captured.
         """
         kv, heads = self.policy.kv, self.policy.heads
         first = (self.seq_lens - window).clamp(min=0) // kv.page_size
@@ -339,7 +339,7 @@ class DecodeStep:
         """``[R] int32``, device page of each row's tail."""
         if self.follows:
             return self.kv_io.find_tails(layer_id, self)
-        return self.rows.tail_pages[layer_id]
+        return self.once("tails of layers", self.rows.tail_pages.unbind)[layer_id]
 
     def tail_slots(self, layer_id: int) -> Tensor:
         """``[R] int64``, where each row's new token goes: its tail page times S, plus offset."""
@@ -349,11 +349,11 @@ class DecodeStep:
 
         if self.follows:
             return slots_in(self.tails(layer_id))
-        return self.once("tail slots", lambda: slots_in(self.rows.tail_pages))[layer_id]
+        return self.once("tail slots", lambda: slots_in(self.rows.tail_pages).unbind())[layer_id]
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor] | None:
-        """The tail pages that the step fills; None: the host knows that there are none.
+        """The tail pages that the step fills, or None if the host knows that there are none.
 
         Rows with a full tail page ``[R] bool``, and the host page of each full tail page
         ``[B] int64``, 0 for the other requests.

@@ -73,7 +73,7 @@ def zeros(
         device: where the memory is.
         pin: page-lock the memory, so that a GPU can read it; memory is then touched at once.
             Kept until the last tensor of it is gone.
-        ranks: processes that share this memory, each of which makes this call; None: not shared.
+        ranks: processes that share this memory, each of which makes this call, or None.
 
     Raises:
         CapacityError: the memory is refused; names the limits that may be the reason.

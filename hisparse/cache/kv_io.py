@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,18 +24,18 @@ from hisparse.kernels import (
 from hisparse.types import PagedKV, StoredKV
 
 
-def _pools(*stored: StoredKV) -> Iterator[list[PagedKV]]:
-    """Keys and values of each, and then the scales of each, if they have any."""
-    yield [PagedKV(each.k, each.v) for each in stored]
+def _pools(*stored: StoredKV) -> Iterator[Sequence[StoredKV]]:
+    """Keys and values of each, and then the scales of each in their place, if they have any."""
+    yield stored
     scales = [each.scales for each in stored if each.scales is not None]
     if len(scales) == len(stored):
-        yield [PagedKV(each, each) for each in scales]
+        yield [StoredKV(each, each) for each in scales]
 
 
 def write_tokens(new: StoredKV, dst: StoredKV, slots: Tensor) -> None:
     """Write tokens ``[T, H, D]`` to ``slots [T] int64`` of pages ``[P, H, S, D]``."""
     for tokens, pages in _pools(new, dst):
-        scatter_tokens(*tokens, pages, slots)
+        scatter_tokens(tokens.k, tokens.v, pages, slots)
 
 
 def read_tokens(src: StoredKV, slots: Tensor) -> StoredKV:
@@ -56,12 +56,11 @@ def move_pages(
             ``r % heads * Hs // heads``.
         heads: rows of a request.
     """
-    source, target = PagedKV(src.k, src.v), PagedKV(dst.k, dst.v)
-    gather_pages(source, src_pages, target, dst_pages, heads=heads)
+    gather_pages(src, src_pages, dst, dst_pages, heads=heads)
     if src.scales is not None and dst.scales is not None:
         # A page's scales are contiguous: as one "token" they move in few, wide loads.
         rows = (x.view(*x.shape[:2], 1, -1) for x in (src.scales, dst.scales))
-        source, target = (PagedKV(x, x) for x in rows)
+        source, target = (StoredKV(x, x) for x in rows)
         gather_pages(source, src_pages, target, dst_pages, heads=heads)
 
 
@@ -100,7 +99,7 @@ class KVReadWrite:
         new = self._host.format.encode(k, v)
         pools = _pools(new, self._host.stored(layer_id), self._device.stored(layer_id))
         for tokens, to_host, to_device in pools:
-            append_tokens(*tokens, to_host, host_slots, to_device, tail_slots)
+            append_tokens(tokens.k, tokens.v, to_host, host_slots, to_device, tail_slots)
 
     def write_tail(self, layer_id: int, slot: int, k: Tensor, v: Tensor) -> None:
         """Fill the first tokens of a request's tail pages: ``k, v [t, Hkv, D]``, t < S."""
@@ -165,10 +164,14 @@ class KVReadWrite:
 
     def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
         """The tail pages, in place or decoded."""
-        stored, pages = self._device.stored(layer_id), step.tails(layer_id)
         if self._decode_pages is not None:
-            stored, pages = self._decode_pages(stored, pages)
-        return TailPages(stored, pages, step.rows.tail_lens)
+            decoded = self._decode_pages(self._device.stored(layer_id), step.tails(layer_id))
+            return TailPages(*decoded, step.rows.tail_lens)
+
+        def in_place(layer: int) -> TailPages:
+            return TailPages(self._device.stored(layer), step.tails(layer), step.rows.tail_lens)
+
+        return step.of_layer("tail pages", layer_id, in_place)
 
     def host_pages(self, layer_id: int) -> PagedKV:
         """K and V of the host pool, each ``[host pages, Hkv, S, D]``.

@@ -28,7 +28,7 @@ class SparseKVCacheManager:
         staging_pages: host pages that fit one staging tile.
         counters: totals of hits, misses and bytes.
         checked: verify selections and resident bytes in every step; waits for the device.
-        streams: side streams for transfers; None: transfers do not overlap with compute.
+        streams: side streams for transfers, or None if they do not overlap with compute.
 
     Attributes:
         host, device, counters, staging_pages, checked: as given.

@@ -105,15 +105,19 @@ class SwapIn:
 
         Args:
             layer_id, step, selection, width, tail_below: as in :meth:`swap_in`.
-            malformed: ``[1] int64``, counts malformed selections; None: they are not counted.
+            malformed: ``[1] int64``, counts malformed selections, or None to count none.
         """
+
+        def rows(layer: int) -> DecodeRows:
+            return step.rows._replace(tail_pages=step.tails(layer), malformed=malformed)
+
         if selection is None and width is None:
             # A context that fits has at most as many pages as the largest row.
             width = max(1, min(step.max_pages, self._device.max_row_pages))
         return diff_tables(
             None if selection is None else selection.pages.flatten(0, 1),
             None if selection is None else selection.lengths.flatten(),
-            step.rows._replace(tail_pages=step.tails(layer_id), malformed=malformed),
+            rows(layer_id) if malformed is None else step.of_layer("step rows", layer_id, rows),
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
             width=width,

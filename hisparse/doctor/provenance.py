@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def origin() -> dict[str, Any]:
 
 def now() -> str:
     """Date and time, UTC, as in ISO 8601."""
-    return datetime.now(timezone.utc).isoformat("T", "seconds")
+    return datetime.now(UTC).isoformat("T", "seconds")
 
 
 def machine() -> str:

@@ -82,7 +82,7 @@ class DecodeBatch:
         num_real: ``[1] int32``, number of requests before the padding, in captured steps. Only
             device tensors then describe the requests; ``seq_lens_cpu`` holds the most tokens that
             each request may have. None: there is no padding.
-        last: ``[B] bool``, the last tokens of requests with several; None: no request has several.
+        last: ``[B] bool``, the last token of each request, or None if each has one token.
         follows: whether an earlier step of the forward may have filled tail pages.
     """
 

@@ -67,9 +67,9 @@ class SparseCoordinator:
         extensions: as given.
         decode: runs the layers of decode steps.
         prefill: runs the layers of prefills.
-        shareable: which pages a store may take; None: there is no store.
-        restored: pages that came from a store; None: there is no store.
-        transferred: requests that another server has prefilled; None: there are none.
+        shareable: which pages a store may take, or None without a store.
+        restored: pages that came from a store, or None without a store.
+        transferred: requests that another server has prefilled, or None if no server does.
         replayed: whether the last forward was a captured step.
     """
 
@@ -128,7 +128,7 @@ class SparseCoordinator:
         return kept.of_pages
 
     def _build_restored(self) -> Build | None:
-        """Builds the representations that no store keeps; None: it keeps them all."""
+        """Builds the representations that no store keeps, or None if it keeps them all."""
         if not self.representations.of_model:
             return self.build_representations
         return self.prefill.store_extensions if self._storing else None
@@ -165,7 +165,7 @@ class SparseCoordinator:
 
     @property
     def not_capturable(self) -> str | None:
-        """The reason why decode steps cannot be captured in a CUDA graph; None: they can."""
+        """The reason why decode steps cannot be captured in a CUDA graph, or None if they can."""
         if self.manager.checked:
             return "checked is true, which reads every selection back"
         if self.decode.observer is not None:

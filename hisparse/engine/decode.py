@@ -31,7 +31,7 @@ class DecodeLayer:
         extensions: in the order of their hooks.
 
     Attributes:
-        observer: called after every selection; None: no callback.
+        observer: called after every selection, or None.
     """
 
     def __init__(self, components: Components, extensions: Sequence[Extension]) -> None:
@@ -137,7 +137,7 @@ class DecodeLayer:
     def selection_of(
         self, mode: AttentionMode, layer_id: int, step: DecodeStep
     ) -> Selection | None:
-        """The pages that the requests in one mode attend in a layer; None: every page."""
+        """The pages that the requests in one mode attend in a layer, or None for every page."""
         if mode == "window":
             window = self._policy.kv.window(layer_id)
             return step.once(f"window {window}", lambda: step.window_pages(window))

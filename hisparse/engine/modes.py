@@ -163,7 +163,7 @@ class AttentionModes:
             seq_lens: ``[B] int64``, tokens.
 
         Returns:
-            ``[B] bool``; None: every selection of a dense context holds all of its pages.
+            ``[B] bool``, or None if every selection of a dense context holds all of its pages.
         """
         if self._selects_all:
             return None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -265,13 +264,6 @@ def _merge(run: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    if sys.version_info < (3, 11):
-        raise ConfigError(
-            f"--recipe: got Python {sys.version_info[0]}.{sys.version_info[1]}, expected 3.11 or "
-            "later, which reads TOML"
-        )
-    tomllib = import_module("tomllib")
-
     text = read_text(path, "--recipe")
     try:
         found: dict[str, Any] = tomllib.loads(text)

@@ -120,7 +120,7 @@ class KVFormat(ABC):
         return self.plain.layer_token_bytes
 
     def decoded_pages(self, count: int, device: torch.device) -> PagedKV | None:
-        """Memory that ``count`` pages are decoded into; None: K and V are read as stored."""
+        """Memory that ``count`` pages are decoded into, or None if K and V are read as stored."""
         plain = self.plain
         return plain.join(plain.new_pages((count,), self.kv.num_kv_heads, device)).kv
 
@@ -193,7 +193,7 @@ class KVFormat(ABC):
         return ()
 
     def page_decoder(self) -> PageDecoder | None:
-        """What decodes pages that kernels cannot read; None: they read all pages in place."""
+        """What decodes pages that kernels cannot read, or None if they read all in place."""
         return None
 
     def attend_with(self, adapter: BackendAdapter, max_pages: int) -> Attend:

@@ -44,8 +44,8 @@ class Components:
         representations: state of the algorithm and of the extensions.
         modes: decides which requests are dense and which layers select.
         gather_queries: joins the query heads of ranks that share the latents of an MLA model, so
-            that each rank selects what one rank would; None: this rank has all heads of a
-            selection.
+            that each rank selects what one rank would. ``[B, Hq, D]`` -> ``[B, ranks * Hq, D]``;
+            or None if this rank has all heads of a selection.
     """
 
     config: HiSparseConfig

@@ -12,7 +12,7 @@ import shutil
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -94,7 +94,7 @@ class Trace(Extension):
             attended_by=tuple(1 + len(modes.followers(x)) for x in layers),
             settings=context.config.effective(),
             version=__version__,
-            started=datetime.now(timezone.utc).isoformat("T", "seconds"),
+            started=datetime.now(UTC).isoformat("T", "seconds"),
         )
         self._writer = TraceWriter(path, header, _max_bytes(options.max_bytes, path))
         # Also runs when the process ends.

@@ -2,7 +2,8 @@
 
 Pools are one layer's ``[P, H, S, D]`` or all layers' ``[L, P, H, S, D]``. With all layers' pools, a
 call moves the same pages or tokens in every layer. Where V is a view of K, as with MLA, whose
-values are the first columns of its keys, only K is moved.
+values are the first columns of its keys, only K is moved. Scales stay: they move as pools of their
+own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg
 from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.operation import Operation
-from hisparse.types import PagedKV
+from hisparse.types import Pages
 
 __all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens", "upload"]
 
@@ -158,9 +159,9 @@ GATHER_TOKENS = Operation(
 
 
 def gather_pages(
-    src: PagedKV,
+    src: Pages,
     src_pages: Tensor,
-    dst: PagedKV,
+    dst: Pages,
     dst_pages: Tensor,
     *,
     heads: int = 1,
@@ -180,16 +181,14 @@ def gather_pages(
         KernelError: ``heads`` is not positive; on CUDA, a pool has odd row widths or a strided
             last dimension, or is unpinned host memory.
     """
-    run = GATHER_PAGES(impl, *src, src_pages, *dst, dst_pages)
+    run = GATHER_PAGES(impl, src.k, src.v, src_pages, dst.k, dst.v, dst_pages)
     if heads < 1:
         raise KernelError(f"heads: got {heads}, expected 1 or more")
     keys_only = _lies_within(src) and _lies_within(dst)
     run(_moved(src, keys_only), src_pages, _moved(dst, keys_only), dst_pages, heads)
 
 
-def scatter_tokens(
-    k: Tensor, v: Tensor, dst: PagedKV, slots: Tensor, *, impl: str = "auto"
-) -> None:
+def scatter_tokens(k: Tensor, v: Tensor, dst: Pages, slots: Tensor, *, impl: str = "auto") -> None:
     """Write token t to page ``slots[t] // S``, offset ``slots[t] % S``, all heads.
 
     Args:
@@ -200,7 +199,7 @@ def scatter_tokens(
         slots: ``[T] int64``, 0 or more; if a slot stands twice, either token may win. On the CPU,
             or on the device of ``k`` or ``dst``.
     """
-    run = SCATTER_TOKENS(impl, *dst, k, v, slots)
+    run = SCATTER_TOKENS(impl, dst.k, dst.v, k, v, slots)
     keys_only = _lies_within(dst)
     run(_moved(dst, keys_only), _moved((k, v), keys_only), slots)
 
@@ -208,9 +207,9 @@ def scatter_tokens(
 def append_tokens(
     k: Tensor,
     v: Tensor,
-    host: PagedKV,
+    host: Pages,
     host_slots: Tensor,
-    device: PagedKV,
+    device: Pages,
     tail_slots: Tensor,
     *,
     impl: str = "auto",
@@ -226,13 +225,14 @@ def append_tokens(
             gets head ``r % (R // T) * H // (R // T)``.
         tail_slots: ``[R] int64``, as ``host_slots``; no slot twice.
     """
-    run = APPEND_TOKENS(impl, *host, k, v, host_slots, *device, tail_slots)
+    pools = (host.k, host.v, k, v, host_slots, device.k, device.v, tail_slots)
+    run = APPEND_TOKENS(impl, *pools)
     keys_only = _lies_within(host) and _lies_within(device)
     tokens = _moved((k, v), keys_only)
     run(_moved(host, keys_only), tokens, host_slots, _moved(device, keys_only), tail_slots)
 
 
-def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+def gather_tokens(src: Pages, slots: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """Read tokens from pages.
 
     Args:
@@ -243,7 +243,7 @@ def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[T
         K ``[T, H, Dk]`` and V ``[T, H, Dv]``, or ``[L, T, H, D]``, on the pages' device or that of
         ``slots``; V is a view of K where ``src.v`` is a view of ``src.k``.
     """
-    run = GATHER_TOKENS(impl, *src, slots)
+    run = GATHER_TOKENS(impl, src.k, src.v, slots)
     keys_only = _lies_within(src)
     k, v = new_tokens(src.k, slots), None if keys_only else new_tokens(src.v, slots)
     run(_moved(src, keys_only), slots, (k, v))
@@ -272,13 +272,14 @@ def upload(
     return tensor.to(device)
 
 
-def _lies_within(kv: PagedKV) -> bool:
+def _lies_within(kv: Pages) -> bool:
     """Whether V is a view of K's first columns."""
     return kv.v.data_ptr() == kv.k.data_ptr() and kv.v.shape[-1] <= kv.k.shape[-1]
 
 
-def _moved(kv: tuple[Tensor, Tensor], keys_only: bool) -> MovedKV:
-    return (kv[0], None) if keys_only else kv
+def _moved(kv: Pages | tuple[Tensor, Tensor], keys_only: bool) -> MovedKV:
+    """K and V without the scales."""
+    return kv[0], None if keys_only else kv[1]
 
 
 def row_tokens(tokens: MovedKV, num_rows: int) -> MovedKV:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -270,7 +270,7 @@ def _report(results: list[Result], arguments: argparse.Namespace) -> dict[str, A
         "concurrency": arguments.concurrency,
         "seed": arguments.seed,
         "commit": commit,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("sglang", "torch")},
         "scenarios": [vars(result) for result in results],
     }
