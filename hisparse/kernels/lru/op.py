@@ -118,7 +118,12 @@ class DiffTables(NamedTuple):
 
 
 def tables(rows: str, *, pages_move: bool) -> tuple[Arg, ...]:
-    """A :class:`RowState` of ``rows``, "NR" or "L NR"; whether rows get other device pages."""
+    """Arguments of a :class:`RowState`.
+
+    Args:
+        rows: "NR", or "L NR" with a dimension of layers.
+        pages_move: whether the operation writes ``device_pages``.
+    """
     layout: Literal["any", "rows"] = "any" if pages_move else "rows"
     return (
         Arg("slot_pages", _I32, f"{rows} C", written=True, layout="any"),
@@ -335,8 +340,7 @@ def diff_tables(
             requests; None: always.
 
     Raises:
-        KernelError: or, on a CPU, a row cannot be
-            served.
+        KernelError: on a CPU, a row cannot be served.
     """
     run = DIFF_TABLES(impl, selection, lengths, *rows, *state, values=(width,))
     if width is None:
