@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 import time
@@ -19,8 +18,6 @@ from hisparse.storage.folder import StoreFolder
 from hisparse.storage.pages import PageFile, disk_bytes
 from hisparse.storage.report import StoreCounters
 
-logger = logging.getLogger(__name__)
-
 #: Shares of the size at which eviction begins and ends.
 HIGH_WATER, LOW_WATER = 0.95, 0.85
 #: Seconds between evictions that puts begin.
@@ -28,13 +25,13 @@ _PAUSE_S: Final = 1.0
 #: Seconds between runs that a time to live begins.
 _EACH_S: Final = 60.0
 _MINUTE_NS: Final = 60 * 10**9
-#: Place of a page that cannot be removed.
-_NEVER: Final = 2**63 - 1
+#: Place of a page that cannot be removed, and the latest time of use that is told apart.
+_NEVER, _LATEST_NS = 2**63 - 1, 2**62
 
 
 def expired_ns(ttl_s: float | None) -> float:
     """Pages that were last used at this time or before are expired, in ns since 1970; -1: none."""
-    return -1 if ttl_s is None else (time.time() - ttl_s) * 1e9
+    return -1 if ttl_s is None else max(0.0, (time.time() - ttl_s) * 1e9)
 
 
 def _place(used_ns: int) -> int:
@@ -43,9 +40,9 @@ def _place(used_ns: int) -> int:
     Within a minute, pages that are used later leave earlier: the end of a prefix. A time in the
     future says that the clock was set back: nobody has used the page since.
     """
-    minute, rest = divmod(used_ns, _MINUTE_NS)
+    minute, rest = divmod(min(used_ns, _LATEST_NS), _MINUTE_NS)
     is_ahead = used_ns > time.time_ns() + _MINUTE_NS
-    return (minute + 1) * _MINUTE_NS - 1 - rest - is_ahead * 2**62
+    return (minute + 1) * _MINUTE_NS - 1 - rest - is_ahead * _LATEST_NS
 
 
 class _Leaving:
@@ -104,8 +101,14 @@ class Evictor:
         with self._lock:
             running = self._thread is not None and self._thread.is_alive()
             if not running and not self._stopped and time.monotonic() >= self._not_before:
-                self._thread = threading.Thread(target=self._run_alone, args=(room,), daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run_alone, args=(room,), daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # No thread is left.
+                    self._counters.warn("evict", f"cannot evict: {error}")
+                    self._not_before = time.monotonic() + _PAUSE_S
+                else:
+                    self._thread = thread
 
     def stop(self) -> None:
         """End the thread, also in the middle of a scan."""
@@ -118,12 +121,13 @@ class Evictor:
         start = time.monotonic()
         try:
             self.run(room)
-        except OSError as error:
-            logger.warning("store %s: cannot evict: %s", self._folder.path, one_line(error))
-        now = time.monotonic()
-        self._not_before = now + _PAUSE_S
-        # Scans of a large store take at most 1% of the time.
-        self._due = math.inf if self._ttl_s is None else now + max(_EACH_S, 100 * (now - start))
+        except Exception as error:
+            self._counters.warn("evict", f"cannot evict: {one_line(error)}")
+        finally:
+            now = time.monotonic()
+            self._not_before = now + _PAUSE_S
+            # Scans of a large store take at most 1% of the time.
+            self._due = math.inf if self._ttl_s is None else now + max(_EACH_S, 100 * (now - start))
 
     def run(self, room: int = 0, size_bytes: int | None = None) -> int:
         """Evict, as :meth:`FileStore.collect` says; contexts whose pages have all left go too.
@@ -161,7 +165,8 @@ class Evictor:
                     "evict", f"pages stay that cannot be removed: {one_line(error)}"
                 )
             self._counters.add(evicted=evicted, collected_bytes=given)
-            self._forget_contexts()
+            if not self._stopped:
+                self._forget_contexts()
             return given
 
     def _measure(self) -> np.ndarray:

@@ -209,10 +209,10 @@ class StoreFolder:
         """As :meth:`add_bytes`. Returns ``[2] uint64``: bytes that all have added and removed."""
         with self._size_lock:
             fd = self._open_size()
-            if not self._place:
+            if not 0 < self._place <= os.fstat(fd).st_size - 16:
                 with FileIO(self._root.open(_SIZE, os.O_RDWR | os.O_APPEND), "r+") as end:
                     # In a new file, the pair that corrects as well.
-                    end.write(bytes(16 if os.fstat(fd).st_size else 32))
+                    end.write(bytes(16 if os.fstat(fd).st_size >= 16 else 32))
                     self._place = end.tell() // 16 * 16 - 16
             added, removed = self._added + max(0, change), self._removed + max(0, -change)
             os.pwrite(fd, _to_bytes(added) + _to_bytes(removed), self._place)
@@ -232,8 +232,12 @@ class StoreFolder:
         """The file of bytes, open; it may have been deleted and made again."""
         if self._size_fd < 0 or not os.fstat(self._size_fd).st_nlink:
             self._close_size()
+            self._place = 0
             self._size_fd = self._root.open(_SIZE, os.O_RDWR | os.O_CREAT)
         return self._size_fd
+
+    def __del__(self) -> None:
+        self._close_size()
 
     def _close_size(self) -> None:
         fd, self._size_fd = self._size_fd, -1
@@ -259,6 +263,8 @@ class StoreFolder:
             except BlockingIOError:
                 alone = False
             yield alone
+            if alone:  # A process that was forked meanwhile holds a copy of the descriptor.
+                fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
 

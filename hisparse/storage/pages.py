@@ -164,16 +164,19 @@ class PageFolder:
         fd = self._folder.fd
         with self._written([page, self._digest(key, page)]) as new:
             self.note_use(new)
+            old_bytes = 0
             try:
                 if not replace:
                     os.link(new, key, src_dir_fd=fd, dst_dir_fd=fd)
                     return True
-                self._count(-disk_bytes(os.lstat(key, dir_fd=fd).st_size))
+                old_bytes = disk_bytes(os.lstat(key, dir_fd=fd).st_size)
             except FileExistsError:
                 return False
             except OSError:
                 pass  # A file system without links, or another process has removed the file.
             os.replace(new, key, src_dir_fd=fd, dst_dir_fd=fd)
+        with contextlib.suppress(OSError):  # A full disk; the next scan counts.
+            self._count(-old_bytes)
         return True
 
     @contextlib.contextmanager

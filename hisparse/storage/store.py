@@ -133,21 +133,21 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             if folder is not None:
                 each = max(-(-len(pages) // _THREADS), -(-_LEAST_SHARE // size))
                 shares = [pages[i : i + each] for i in range(0, len(pages), each)]
-                others = [self._pool.submit(self._read, folder, x) for x in shares[1:]]
-                found = self._read(folder, shares[0]) if shares else []
-                found += [ok for other in others for ok in other.result()]
+
+                def read(share: Sequence[tuple[str, memoryview]]) -> list[bool | None]:
+                    return [self._read_one(folder, key, view) for key, view in share]
+
+                others = [self._pool.submit(read, share) for share in shares[1:]]
+                found = read(shares[0]) if shares else []
+                for other, share in zip(others, shares[1:], strict=True):
+                    # The pool's thread may be busy with another call.
+                    found += read(share) if other.cancel() else other.result()
                 for (key, _), ok in zip(pages, found, strict=True):
                     if ok and not self._folder.read_only:
                         folder.note_use(key)
         hits = found.count(True)
         self._counters.add(hits=hits, misses=len(keys) - hits, read_bytes=hits * size)
         return found
-
-    def _read(
-        self, folder: PageFolder, pages: Sequence[tuple[str, memoryview]]
-    ) -> list[bool | None]:
-        """Read pages by their keys, as :meth:`get` says."""
-        return [self._read_one(folder, key, view) for key, view in pages]
 
     def _read_one(self, folder: PageFolder, key: str, view: memoryview) -> bool | None:
         if folder.used_ns(key, None) <= expired_ns(self._ttl_s):
@@ -201,7 +201,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         if used_ns > expired_ns(self._ttl_s):
             return "duplicates"
         size, most = disk_bytes(len(page) + DIGEST_BYTES), self._size_bytes or math.inf
-        used, written = self._folder.add_bytes(size) + self._folder.context_bytes, False
+        used, written = self._folder.context_bytes + self._folder.add_bytes(size), False
         try:
             if used <= most:
                 written = folder.write(key, page, replace=used_ns != ABSENT)
@@ -258,8 +258,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
                     )
                     uses.append(use)
         uses.sort(key=lambda use: use.bytes, reverse=True)
-        path, found = str(self._folder.path), tuple(uses)
-        return StoreReport(path=path, pages=num_pages, bytes=num_bytes, namespaces=found)
+        path = str(self._folder.path)
+        return StoreReport(path=path, pages=num_pages, bytes=num_bytes, namespaces=tuple(uses))
 
     def verify(self) -> VerifyReport:
         """Read and check every page; remove the damaged ones, if the store can be written."""

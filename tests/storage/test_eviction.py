@@ -299,6 +299,7 @@ def test_expired_pages_leave_a_store_without_a_size(
         deadline = time.monotonic() + 30
         while len(list(tmp_path.glob("pages/*/*"))) != num_files + 1:
             assert time.monotonic() < deadline
+            store.find(NAMESPACE, keys)
             time.sleep(0.01)
 
     with FileStore(tmp_path) as store:
@@ -310,10 +311,10 @@ def test_expired_pages_leave_a_store_without_a_size(
     with FileStore(tmp_path, ttl_s=60) as store:
         assert store.find(NAMESPACE, keys) == 0
         wait_for(0)
+        store._evictor._thread.join()
         let_age(tmp_path, fill(store, range(6)), 100)
-        later = time.monotonic() + 61
-        monkeypatch.setattr("hisparse.storage.evict.time.monotonic", lambda: later)
         fill(store, [7])
+        monkeypatch.setattr(store._evictor, "_due", store._evictor._due - evict._EACH_S)
         wait_for(1)
 
 
@@ -404,3 +405,64 @@ def test_damaged_pages_give_their_bytes_back(tmp_path: Path) -> None:
         assert read(store, keys[:1]) == [False] and len(store.verify().damaged) == 1
         assert store._folder.add_bytes(0) == 0
         fill(store, range(2))
+
+
+def test_a_time_to_live_that_began_before_1970(tmp_path: Path) -> None:
+    with FileStore(tmp_path, ttl_s=2.0**31) as store:
+        assert store.find(NAMESPACE, [key_of(0)]) == 0
+        assert all(read(store, fill(store, range(3))))
+
+
+def test_the_sum_of_all_pages_outlives_its_file(tmp_path: Path) -> None:
+    """Processes that have the old file open go on in the new one, each in a place of its own."""
+    first, second = _small(tmp_path, 1000), _small(tmp_path, 1000)
+    with first, second:
+        fill(first, range(3))
+        fill(second, range(3, 6))
+        (tmp_path / "hisparse.size").unlink()
+        fill(first, range(6, 9))
+        with _small(tmp_path, 1000) as third:
+            fill(third, [9])
+            for number, store in enumerate([second, third, first], start=10):
+                fill(store, [number])
+                assert store._folder.add_bytes(0) == disk_bytes(tmp_path)
+
+
+def test_a_time_that_no_calendar_has(tmp_path: Path) -> None:
+    with _small(tmp_path, 20) as store:
+        keys = fill(store, range(20))
+        os.utime(page_file(tmp_path, keys[0]), (1.5e10, 1.5e10))
+        assert store.collect(10 * DISK_BYTES) == 10 * DISK_BYTES
+        assert not store.find(NAMESPACE, keys[:1])
+
+
+def test_an_eviction_for_which_there_is_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _small(tmp_path, 20, background=True) as store:
+        with monkeypatch.context() as none:
+            none.setattr("threading.Thread.start", _raises)
+            fill(store, range(20))
+        assert "cannot evict: no thread" in caplog.text
+    with FileStore(tmp_path) as store:
+        assert store.describe().pages == 20
+
+
+def _raises(self: Any) -> None:
+    raise RuntimeError("no thread")
+
+
+def test_an_eviction_ends_for_a_process_that_was_forked_during_it(tmp_path: Path) -> None:
+    with FileStore(tmp_path) as store:
+        read_end, write_end = os.pipe()
+        with store._folder.evicting() as alone:
+            child = os.fork()
+            if not child:
+                os.close(write_end)
+                os.read(read_end, 1)
+                os._exit(0)
+        os.close(read_end)
+        with store._folder.evicting() as again:
+            assert alone and again
+        os.close(write_end)
+        os.waitpid(child, 0)
