@@ -111,13 +111,15 @@ class SwapIn:
         def rows(layer: int) -> DecodeRows:
             return step.rows._replace(tail_pages=step.tails(layer), malformed=malformed)
 
+        # Verification counts none, and calls this outside of a layer: it shares no rows.
+        shares_rows = malformed is not None
         if selection is None and width is None:
             # A context that fits has at most as many pages as the largest row.
             width = max(1, min(step.max_pages, self._device.max_row_pages))
         return diff_tables(
             None if selection is None else selection.pages.flatten(0, 1),
             None if selection is None else selection.lengths.flatten(),
-            rows(layer_id) if malformed is None else step.of_layer("step rows", layer_id, rows),
+            step.of_layer("step rows", layer_id, rows) if shares_rows else rows(layer_id),
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
             width=width,

@@ -121,7 +121,7 @@ class Evictor:
         start = time.monotonic()
         try:
             self.run(room)
-        except Exception as error:
+        except Exception as error:  # Whatever it is, the store goes on without the eviction.
             self._counters.warn("evict", f"cannot evict: {one_line(error)}")
         finally:
             now = time.monotonic()

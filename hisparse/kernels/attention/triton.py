@@ -58,7 +58,7 @@ class _AttendConstants(NamedTuple):
     split: bool  # whether several programs share a row's tokens
     merged: int  # splits that a program merges at once
     logit_cap: float  # see :class:`hisparse.types.AttentionRule`; 0: none
-    window: int  # the same, in tokens; 0: none
+    window: int  # tokens of the rule's window; 0: none
 
 
 def paged_attention(

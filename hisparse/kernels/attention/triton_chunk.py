@@ -39,7 +39,7 @@ class _ChunkConstants(NamedTuple):
     rows: int  # queries of a program
     tokens: int  # of a step of the loop
     logit_cap: float  # see :class:`hisparse.types.AttentionRule`; 0: none
-    window: int  # the same, in tokens; 0: none
+    window: int  # tokens of the rule's window; 0: none
 
 
 def chunk_attention(
