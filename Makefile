@@ -8,7 +8,7 @@
 #                                 behaviour, leaks and races
 # make test-all PART=compile   every variant of a Triton kernel that the engine launches, with the
 #                              Triton of .venv and with an older one, and the CUDA sources, for
-#                              sm_80, sm_90 and sm_100; registers, spills and instructions of each
+#                              sm_80, sm_90 and sm_100; registers, spills and blocks of each
 # make test-all PART=hostile   100,000 configurations and 10,000 damaged files at random, and
 #                              every reader of files under a fuzzer that looks for new code
 # make test-all PART=models    a tiny model of each family of docs/models.md, served densely and with
@@ -29,7 +29,7 @@
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, speed, a served
 #                  SGLang, sanitizers; PART=kernels, engine, bench-kernels, bench-decode, bench-step,
-#                  serve or sanitizers for one of them alone, each below 8 minutes
+#                  serve, serve-load or sanitizers for one of them alone, each below 8 minutes
 # make gpu-wheels  what else gpu-check needs, as wheels for such a machine without an index
 # make pins    the hashes in requirements/, after a version there has changed
 # make wheel   dist/*.whl from the last commit: the same commit gives the same bytes
@@ -101,8 +101,7 @@ test-faults: setup
 		tests/server/test_http.py tests/kernels/test_build_faults.py tests/cache/test_allocate.py \
 		tests/eval/test_records.py tests/memory/test_memory.py \
 		tests/storage/test_lost_pages.py tests/storage/test_killed_writers.py \
-		tests/storage/test_eviction.py \
-		tests/storage/test_lost_index.py tests/storage/test_random_faults.py \
+		tests/storage/test_eviction.py tests/storage/test_random_faults.py \
 		tests/sglang/test_storage_faults.py tests/sglang/test_storage_injected.py \
 		tests/server/test_served_storage_faults.py tests/server/test_served_swap.py
 

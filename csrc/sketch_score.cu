@@ -8,6 +8,8 @@
 namespace hisparse {
 namespace {
 
+constexpr int64_t kReserved = 1024;  // bytes of shared memory of each block, for the system
+
 NumberRows rows_of(const TensorView& t) {
   const auto type = t.dtype();
   NumberType number = NumberType::kFloat32;
@@ -37,7 +39,9 @@ TailParams tail_of(Arguments& in, int64_t requests) {
   p.keys = rows_of(*keys);
   p.page_stride = keys->stride(0);
   p.head_stride = keys->stride(1);
+  p.num_pages = size32(*keys, 0);
   p.heads = size32(*keys, 1);
+  p.size = size32(*keys, 2);
   p.pages = data_of<const int32_t>(*pages, "tail.pages");
   p.rows = static_cast<int32_t>(pages->size(0) / requests);
   if (scales) {
@@ -49,13 +53,22 @@ TailParams tail_of(Arguments& in, int64_t requests) {
   return p;
 }
 
-uint64_t alignment_bits(const SketchScoreParams& p) {
-  return reinterpret_cast<uint64_t>(p.sketches) |
-         static_cast<uint64_t>(p.sketch_page | p.sketch_head);
+// For a device that runs `slots` blocks at once, each of which scores `batch` pages in a turn.
+dim3 grid_of(const SketchScoreParams& p, int64_t requests, int64_t slots, int64_t batch) {
+  // Each block loads its queries: it pays to take some turns, unless the device is left idle.
+  constexpr int64_t kMostTurns = 4;
+  const auto quotient = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t rows = requests * p.request_blocks, tails = p.tail.keys.data != nullptr;
+  const int64_t turns = quotient(p.width, batch);
+  int64_t runs = std::max(slots / rows, quotient(turns, kMostTurns));
+  // A captured step has blocks for the longest context: no more than one request keeps busy.
+  runs = std::min({runs, quotient(slots, p.request_blocks), turns});
+  if (runs > 0) runs = quotient(turns, quotient(turns, runs));  // Fewer would take longer.
+  return dim3(static_cast<unsigned>(rows), static_cast<unsigned>(runs + tails));
 }
 
 template <typename Layout, int kTiles, int kParts>
-void launch(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
+void launch(const OnDevice& on, int64_t requests, const SketchScoreParams& p) {
   const SketchScoreShared sizes{p.layout, kTiles * kTileQueries, kParts};
   const int64_t most = on.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   int warps = kScoreWarps;
@@ -67,39 +80,43 @@ void launch(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
                               << "the " << most << " bytes of shared memory that a block of this "
                               << "GPU has; expected a smaller page_size";
   }
-  on.launch("sketch_score", sketch_score_kernel<Layout, kTiles, kParts>, grid,
+  const int64_t resident = std::clamp<int64_t>((most + kReserved) / (bytes() + kReserved), 1,
+                                               kScoreBlocks + 1 - kTiles);
+  on.launch("sketch_score", sketch_score_kernel<Layout, kTiles, kParts>,
+            grid_of(p, requests, resident * on.attribute(cudaDevAttrMultiProcessorCount),
+                    warps * kBatch),
             warps * kWarp, bytes(), p);
 }
 
 template <typename Layout, int kTiles>
-bool launch_known(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
+bool launch_known(const OnDevice& on, int64_t requests, const SketchScoreParams& p) {
   const SketchLayout known = Layout::get();
   if (p.layout.dim != known.dim || p.layout.page_size != known.page_size ||
       p.layout.num_channels != known.num_channels) {
     return false;
   }
-  launch<Layout, kTiles, 1>(on, grid, p);
+  launch<Layout, kTiles, 1>(on, requests, p);
   return true;
 }
 
 template <int kTiles>
-void launch_tiles(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
+void launch_tiles(const OnDevice& on, int64_t requests, const SketchScoreParams& p) {
   if (p.query.type != NumberType::kFloat32) {
-    if (launch_known<KnownLayout<128, 16, 40>, kTiles>(on, grid, p) ||
-        launch_known<KnownLayout<64, 16, 20>, kTiles>(on, grid, p) ||
-        launch_known<KnownLayout<96, 16, 30>, kTiles>(on, grid, p) ||
-        launch_known<KnownLayout<256, 16, 80>, kTiles>(on, grid, p)) {
+    if (launch_known<KnownLayout<128, 16, 40>, kTiles>(on, requests, p) ||
+        launch_known<KnownLayout<64, 16, 20>, kTiles>(on, requests, p) ||
+        launch_known<KnownLayout<96, 16, 30>, kTiles>(on, requests, p) ||
+        launch_known<KnownLayout<256, 16, 80>, kTiles>(on, requests, p)) {
       return;
     }
     if constexpr (kTiles == 2) {  // latents, of many heads
-      if (launch_known<KnownLayout<576, 16, 180>, kTiles>(on, grid, p)) return;
+      if (launch_known<KnownLayout<576, 16, 180>, kTiles>(on, requests, p)) return;
     }
   }
   // A query in float32 is a sum of two float16 numbers.
   if (p.query.type == NumberType::kFloat32) {
-    launch<AnyLayout, kTiles, 2>(on, grid, p);
+    launch<AnyLayout, kTiles, 2>(on, requests, p);
   } else {
-    launch<AnyLayout, kTiles, 1>(on, grid, p);
+    launch<AnyLayout, kTiles, 1>(on, requests, p);
   }
 }
 
@@ -107,8 +124,6 @@ void launch_tiles(const OnDevice& on, dim3 grid, const SketchScoreParams& p) {
 
 // After the scores come `lse`, [B, Hq] or None, the layout's four numbers and the softmax scale.
 void sketch_score(Arguments& in) {
-  // Each block loads its queries: it pays to score many pages, unless the device is left idle.
-  constexpr int64_t kMostPages = 256, kLeastPages = kScoreWarps * kBatch;
   SketchScoreParams p{};
   const TensorView query = in.tensor(), sketches = in.tensor(), host_page_table = in.tensor();
   const int64_t requests = query.size(0);
@@ -134,33 +149,31 @@ void sketch_score(Arguments& in) {
   if (requests * p.heads == 0 || (p.width == 0 && !tails)) return;
   p.sketches = data_of<const uint8_t>(sketches, "sketches");
   // The stride of a single page or head says nothing.
-  p.sketch_page = sketches.size(0) > 1 ? sketches.stride(0) : 0;
+  const int64_t page_stride = sketches.size(0) > 1 ? sketches.stride(0) : 0;
   p.sketch_head = p.kv_heads > 1 ? sketches.stride(1) : 0;
-  if (alignment_bits(p) % kCopyBytes != 0) {
-    TVM_FFI_THROW(ValueError) << "sketches: got strides of " << p.sketch_page << " and "
+  const uint64_t bits = reinterpret_cast<uint64_t>(p.sketches) |
+                        static_cast<uint64_t>(page_stride | p.sketch_head);
+  if (bits % kCopyBytes != 0 || page_stride >> 32 != 0) {
+    TVM_FFI_THROW(ValueError) << "sketches: got strides of " << page_stride << " and "
                               << p.sketch_head << " bytes from address "
                               << reinterpret_cast<uintptr_t>(p.sketches)
-                              << ", expected multiples of " << kCopyBytes;
+                              << ", expected multiples of " << kCopyBytes << " below 2^32";
   }
-  p.num_host_pages = size32(sketches, 0);
+  p.sketch_page = static_cast<uint32_t>(page_stride);
+  p.last_host_page = size32(sketches, 0) - 1;
   p.host_pages = data_of<const int32_t>(host_page_table, "host_page_table");
   p.table_row = host_page_table.stride(0);
   p.scores = data_of<float>(scores, "scores");
-  const int32_t group = p.heads / p.kv_heads;
-  const int32_t queries = group > kTileQueries ? 2 * kTileQueries : kTileQueries;
-  p.tiles = (group + queries - 1) / queries;
+  p.tail.head_rows = p.tail.rows / p.kv_heads;
+  p.group = p.heads / p.kv_heads;
+  const int32_t queries = p.group > kTileQueries ? 2 * kTileQueries : kTileQueries;
+  p.tiles = (p.group + queries - 1) / queries;
+  p.request_blocks = p.kv_heads * p.tiles;
   const OnDevice on(query);
-  const int64_t rows = requests * p.kv_heads * p.tiles;
-  const int64_t wanted = 4 * on.attribute(cudaDevAttrMultiProcessorCount);
-  const int64_t each = std::clamp((rows * p.width + wanted - 1) / wanted, kLeastPages, kMostPages);
-  // A captured step has blocks for the longest context: no more than one request keeps busy.
-  const int64_t most = (wanted * requests + rows - 1) / rows;
-  const int64_t runs = std::min<int64_t>((p.width + each - 1) / each, most);
-  const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(runs + tails));
   if (queries == kTileQueries) {
-    launch_tiles<1>(on, grid, p);
+    launch_tiles<1>(on, requests, p);
   } else {
-    launch_tiles<2>(on, grid, p);
+    launch_tiles<2>(on, requests, p);
   }
 }
 

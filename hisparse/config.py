@@ -12,8 +12,7 @@ from hisparse.options import (
     StorageOptions,
     check_type,
     from_options,
-    parse_object,
-    read_object,
+    object_of,
     read_storage,
 )
 from hisparse.registry import Registry
@@ -53,19 +52,16 @@ _REPLACED: Final = {
     "speculation_threshold": _NO_PREFETCH,
     "numa_node": "a GPU's node holds the pool if it fits; numactl chooses another node",
 }
-#: Earlier values of current keys, and their replacements.
-_REPLACED_VALUES: Final = {
-    ("overlap", None): 'write "overlap": false',
-    ("overlap", "transfers"): 'write "overlap": true',
-    ("overlap", "attention"): 'attention in two parts is gone, write "overlap": true',
-}
 #: Page size of a server, tokens, for algorithms that select single tokens.
 _TOKEN_WISE_PAGE_SIZE: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiSparseConfig:
-    """The settings of hisparse. Each value is checked when it is set.
+    """The settings of hisparse. Types, ranges and sizes are checked when an object is made.
+
+    The names and options of algorithms and adapters, and what depends on the model, are checked
+    when a server or a cache is built.
 
     Raises:
         ConfigError: a value has the wrong type, is out of range or contradicts another one.
@@ -89,6 +85,8 @@ class HiSparseConfig:
         reuse_layers: consecutive layers in a group. The first one selects for all of them.
         overlap: run transfers beside compute, on side streams. Tokens stay the same, bit for bit.
             No gain has been measured yet.
+        miss: what happens to selected pages that are not on the device: "transfer" loads them,
+            "host" lets the CPU attend them in host memory. On a GPU only "transfer" so far.
         host_memory: host memory for the KV cache, per node. A fraction is of the free memory.
         device_memory: cap on device pages, representations, tables and staging. A fraction is of
             what the server profiles. None: all of that.
@@ -103,13 +101,13 @@ class HiSparseConfig:
         checked: verify scores, selections and resident bytes in every step. Slow, for tests and new
             algorithms.
         cuda_graph: capture SGLang's decode steps in CUDA graphs. "auto" captures them on a GPU with
-            CUDA kernels, unless ``checked`` is true. Not yet served on a GPU.
+            CUDA kernels, unless ``checked`` is true.
         layer_metrics: count hits and misses of each layer too: six more small operations a layer.
         storage: keep prefixes in a store below host memory, where a restarted or another server
             finds them. Only in a server. The options are below. None: no store.
         extensions: options by the name of the extension (``tail_estimate``, ``trace``). In JSON
             each name is a key of its own: ``true`` for the defaults, an object of options or, where
-            the options name a ``text_option``, the text alone.
+            the options name a ``text_option``, only the text.
     """
 
     algorithm: str = "sketch"
@@ -125,6 +123,7 @@ class HiSparseConfig:
     dense_layers: tuple[int, ...] | None = None
     reuse_layers: int = 1
     overlap: bool = False
+    miss: Literal["transfer", "host"] = "transfer"
     host_memory: MemorySize = 0.7
     device_memory: MemorySize | None = None
     host_layout: HostLayout | None = None
@@ -141,8 +140,6 @@ class HiSparseConfig:
         self._set("storage", read_storage(self.storage))
         for name, hint in get_type_hints(type(self)).items():
             check_type(name, getattr(self, name), hint)
-        if self.device_buffer_size is None:
-            self._set("device_buffer_size", 2 * self.budget)
         self._set("algorithm_config", MappingProxyType(dict(self.algorithm_config)))
         if self.dense_layers is not None:
             self._set("dense_layers", tuple(self.dense_layers))
@@ -161,9 +158,9 @@ class HiSparseConfig:
 
     @property
     def min_row_tokens(self) -> int:
-        """``device_buffer_size``, in tokens; never None."""
-        assert self.device_buffer_size is not None, "__post_init__ sets it"
-        return self.device_buffer_size
+        """``device_buffer_size``, in tokens, or its default."""
+        size = self.device_buffer_size
+        return 2 * self.budget if size is None else size
 
     def not_captured(self, device_type: str) -> str | None:
         """The reason why the settings do not let decode steps be captured; None: they do.
@@ -206,27 +203,26 @@ class HiSparseConfig:
 
     def _check_sizes(self) -> None:
         page = self.page_size
-        for name in ("budget", "device_buffer_size", "max_row_capacity"):
+        pages = self.num_sink_pages + self.num_recent_pages + 2
+        parts = (
+            f"{pages * page}: num_sink_pages ({self.num_sink_pages}) + num_recent_pages "
+            f"({self.num_recent_pages}) + the page being filled + 1 chosen page, of page_size "
+            f"({page}) tokens each"
+        )
+        device = self.min_row_tokens
+        for name, minimum, words in (
+            ("budget", pages * page, parts),
+            ("device_buffer_size", self.budget, f"budget ({self.budget})"),
+            ("max_row_capacity", device, f"device_buffer_size ({device})"),
+        ):
             value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name}: got {value}, expected at least {words}")
             if value is not None and value % page:
                 raise ConfigError(
                     f"{name}: got {value}, expected a multiple of page_size ({page}), "
-                    f"such as {max(1, value // page) * page} or {(value // page + 1) * page}"
+                    f"such as {value // page * page} or {(value // page + 1) * page}"
                 )
-        for name, other in (
-            ("device_buffer_size", "budget"),
-            ("max_row_capacity", "device_buffer_size"),
-        ):
-            value, minimum = getattr(self, name), getattr(self, other)
-            if value is not None and value < minimum:
-                raise ConfigError(f"{name}: got {value}, expected at least {other} ({minimum})")
-        pages = self.num_sink_pages + self.num_recent_pages + 2
-        if self.budget < pages * page:
-            raise ConfigError(
-                f"budget: got {self.budget}, expected at least {pages * page}: num_sink_pages "
-                f"({self.num_sink_pages}) + num_recent_pages ({self.num_recent_pages}) + the page "
-                f"being filled + 1 chosen page, of page_size ({page}) tokens each"
-            )
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> HiSparseConfig:
@@ -243,8 +239,6 @@ class HiSparseConfig:
                 raise ConfigError(f"{key}: not a key of hisparse, {_REPLACED[key]}")
             if key not in names and key not in _ALIASES:
                 raise ConfigError(unknown_name("config key", str(key), [*names, *_ALIASES]))
-            if isinstance(value, str | None) and (key, value) in _REPLACED_VALUES:
-                raise ConfigError(f"{key}: got {value!r}; {_REPLACED_VALUES[key, value]}")
             name = _ALIASES.get(key, key)
             if name in values:
                 aliases = [a for a, n in _ALIASES.items() if n == name]
@@ -280,9 +274,7 @@ class HiSparseConfig:
         if not text:
             return cls.from_dict(flags)
         flag, example = "--hisparse-config", '{"budget": 2048}, or @file.json'
-        if text.startswith("@"):
-            return cls.from_dict(read_object(text[1:], flag, example) | flags)
-        return cls.from_dict(parse_object(text, flag, example) | flags)
+        return cls.from_dict(object_of(text, flag, example) | flags)
 
     @property
     def server_page_size(self) -> int:
@@ -295,6 +287,7 @@ class HiSparseConfig:
         The value of an enabled extension is its options, that of any other ``False``.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["device_buffer_size"] = self.min_row_tokens
         values["algorithm_config"] = dict(self.algorithm_config)
         values["dense_layers"] = None if self.dense_layers is None else list(self.dense_layers)
         values["storage"] = None if self.storage is None else asdict(self.storage)

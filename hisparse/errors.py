@@ -78,13 +78,13 @@ def unknown_name(kind: str, got: str, choices: Iterable[str]) -> str:
     return f"unknown {kind} {quoted(got)}{hint} (choices: {', '.join(known) or 'none'})"
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """One line of at most 200 characters for an exception of another package."""
     first = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first}"[:200]
 
 
-def explain(error: Exception, owner: type) -> str:
+def explain(error: BaseException, owner: type) -> str:
     """An exception and the line that raised it, if possible a line of the file of ``owner``."""
     frames = traceback.extract_tb(error.__traceback__)
     source = getattr(sys.modules.get(owner.__module__), "__file__", None)

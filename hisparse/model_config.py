@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,10 +30,10 @@ _LAYER_KINDS = {"full_attention", _WINDOW_KIND}
 #: Fields with which a configuration says that the model was trained to select what it attends.
 _SELECTING = re.compile(
     r"(^|_)index(er)?_.*(topk|head|budget|block|pool|types|tokens)|^cli_factor$"
-    r"|sparse_(attention|attn|config|topk)|block_?sparse|compress_(ratio|rate)s?$|^(moba|nsa)_"
+    r"|sparse_(attention|attn|config|topk)|block_?sparse|compress_(ratio|rate)s?$|^(moba|nsa)_|^dual_chunk"
 )
-#: Those of an indexer that the algorithm ``dsa`` asks.
-_DSA_FIELDS = {"index_topk", "index_n_heads", "index_head_dim", "index_skip_topk_offset"}
+#: Those of an indexer such as that of DeepSeek-V3.2, which an algorithm can ask.
+_INDEXER_FIELDS = {"index_topk", "index_n_heads", "index_head_dim", "index_skip_topk_offset"}
 #: Values of a model without it: off, one token per key, an indexer in every layer ("F", "full").
 _OFF = (None, 0, 1, "F", "full")
 
@@ -50,20 +49,20 @@ def text_config(model: Any) -> Any:
     return getattr(model, "config", model).get_text_config(decoder=True)
 
 
-def check_own_selection(name: str, *configs: Any, dsa: bool = False) -> None:
+def check_own_selection(name: str, *configs: Any, indexer: bool = False) -> None:
     """Refuse a model whose configuration says that it selects by itself what it attends.
 
     Args:
         name: of the model, for the message.
         configs: of the model and of its decoder.
-        dsa: accept an indexer such as that of DeepSeek-V3.2.
+        indexer: accept an indexer such as that of DeepSeek-V3.2.
 
     Raises:
         ConfigError: names the fields that say so, such as "indexer_budget".
     """
     fields = {field: x for config in configs for field, x in vars(config).items()}
     found = {field for field, x in fields.items() if _SELECTING.search(field) and not _is_off(x)}
-    if found := found - _DSA_FIELDS if dsa else found:
+    if found := found - _INDEXER_FIELDS if indexer else found:
         raise ConfigError(
             f"{name} was trained to select by itself what it attends ({', '.join(sorted(found))}); "
             "expected attention over all tokens or a window, or in a server an indexer such as "
@@ -163,9 +162,6 @@ def _unsupported(name: str, feature: str) -> ConfigError:
     )
 
 
-#: Types of models whose windows SGLang's own code does not read.
-_ATTEND_ALL = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
-
 #: The end of errors about weights of unknown size.
 _EXPECTED_SIZE = "expected the size of the model's files, such as 15GiB"
 
@@ -188,61 +184,6 @@ def read_model_config(model: str) -> Any:
             f"--model: got {model!r}, expected a folder or hub id with a configuration: "
             f"{one_line(error)}"
         ) from None
-
-
-def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
-    """KV shapes on one of ``tp`` ranks, in the dtype that SGLang chooses by default.
-
-    Args:
-        config: the model's configuration.
-        page_size: S, tokens per page of a selection.
-        tp: tensor parallel size.
-
-    Raises:
-        ConfigError: hisparse does not support the model's attention, or ``tp`` does not divide
-            its heads.
-    """
-    text = text_config(config)
-    if getattr(text, "kv_lora_rank", None):
-        check_own_selection(text.model_type, text, dsa=True)
-        if "linear_attention" in (getattr(text, "layer_types", None) or ()):
-            raise ConfigError(
-                f"model: got {text.model_type!r} with layers of linear attention, whose states are "
-                "not counted, expected attention in every layer"
-            )
-        spec = _latent_shape(config, text, page_size)
-    else:
-        spec, _ = read_model_shape(config, page_size)
-        # SGLang's Mistral, Mixtral, Phi-3 and Starcoder2 attend all tokens too.
-        if not getattr(text, "layer_types", None) or text.model_type in _ATTEND_ALL:
-            spec = replace(spec, windows=())
-    if spec.num_q_heads % tp or (spec.num_kv_heads % tp and tp % spec.num_kv_heads):
-        raise ConfigError(
-            f"--tp: got {tp}, expected a divisor of the model's {spec.num_q_heads} query heads "
-            f"that divides or is a multiple of its {spec.num_kv_heads} KV heads"
-        )
-    if spec.dtype == torch.float32:
-        # Without --dtype SGLang runs float32 models in float16.
-        spec = replace(spec, dtype=torch.float16)
-    # With more ranks than KV heads, several ranks hold the same KV head.
-    kv_heads = max(1, spec.num_kv_heads // tp)
-    return replace(spec, num_q_heads=spec.num_q_heads // tp, num_kv_heads=kv_heads)
-
-
-def _latent_shape(config: Any, text: Any, page_size: int) -> KVSpec:
-    """KV shapes of an MLA model: one latent for all heads; its first columns are the values."""
-    rank: int = text.kv_lora_rank
-    return KVSpec(
-        num_layers=text.num_hidden_layers,
-        num_q_heads=text.num_attention_heads,
-        num_kv_heads=1,
-        head_dim=rank + text.qk_rope_head_dim,
-        v_head_dim=rank,
-        dtype=read_dtype(config),
-        page_size=page_size,
-        attention="MLA",
-        index_head_dim=(getattr(text, "index_topk", None) and text.index_head_dim) or 0,
-    )
 
 
 def rotary_frequencies(

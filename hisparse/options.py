@@ -37,12 +37,19 @@ def read_text(file: str | Path, flag: str) -> str:
         reason = "not UTF-8 text"
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user.
         reason = getattr(error, "strerror", None) or str(error)
-    raise ConfigError(f"{flag}: cannot read {quoted(str(file))}: {reason}")
+    raise ConfigError(f"{flag}: cannot read {quoted(str(file))}: {reason}; expected a text file")
 
 
 def read_object(file: str | Path, flag: str, example: str) -> dict[str, Any]:
     """Read a JSON object from a file that a user named; see :func:`parse_object`."""
     return parse_object(read_text(file, flag), f"{flag} {quoted(str(file))}", example)
+
+
+def object_of(text: str, flag: str, example: str) -> dict[str, Any]:
+    """The JSON object of a flag or, given ``@path``, of a file; see :func:`parse_object`."""
+    if text.startswith("@"):
+        return read_object(text[1:], flag, example)
+    return parse_object(text, flag, example)
 
 
 def parse_object(text: str, source: str, example: str) -> dict[str, Any]:

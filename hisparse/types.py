@@ -84,13 +84,14 @@ class KVSpec:
                 "layers, or none"
             )
 
+    @property
+    def num_indexers(self) -> int:
+        """Layers that the model's own indexer selects for: all, or none."""
+        return self.num_layers if self.index_head_dim else 0
+
     def window(self, layer_id: int) -> int:
         """The window of a layer; 0: it attends the whole context."""
         return self.windows[layer_id] if self.windows else 0
-
-    def has_entries(self, layer_id: int) -> bool:
-        """Whether an algorithm selects for a layer, and so keeps representations of its pages."""
-        return not (self.windows and self.windows[layer_id])
 
     @cached_property
     def widest_window(self) -> int:
@@ -99,8 +100,8 @@ class KVSpec:
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """The layers that attend the whole context: an algorithm selects for them alone."""
-        return tuple(x for x in range(self.num_layers) if self.has_entries(x))
+        """The layers that attend the whole context: an algorithm selects only for them."""
+        return tuple(x for x in range(self.num_layers) if not self.window(x))
 
     @property
     def selecting(self) -> KVSpec:
@@ -154,8 +155,8 @@ class PagedKV(NamedTuple):
     """One layer's keys and values as pages. The tensors are views; strides depend on the layout.
 
     Attributes:
-        k: ``[P, Hr, S, Dk]``.
-        v: ``[P, Hr, S, Dv]``.
+        k: ``[P, Hr, S, Dk]``, in the model's dtype or the stored dtype.
+        v: ``[P, Hr, S, Dv]``, dtype of ``k``.
     """
 
     k: Tensor
@@ -186,6 +187,11 @@ class StoredKV(NamedTuple):
         """The tensors that exist; their shapes differ only in the last dimension."""
         return (self.k, self.v) if self.scales is None else (self.k, self.v, self.scales)
 
+    @property
+    def pools(self) -> tuple[StoredKV, ...]:
+        """What moves alike: keys and values, then their scales, if any, in the place of both."""
+        return (self,) if self.scales is None else (self, StoredKV(self.scales, self.scales))
+
 
 #: Pages as attention takes them: in the model's dtype, or as stored.
 Pages = PagedKV | StoredKV
@@ -197,9 +203,9 @@ class IndexerInputs(NamedTuple):
     DeepSeek-V3.2's lightning indexer: a token's score is ``sum_h weights_h * relu(queries_h . k)``.
 
     Attributes:
-        queries: ``[T, Hi, Di]``.
-        keys: ``[T, Di]``.
-        weights: ``[T, Hi]``.
+        queries: ``[T, Hi, Di]``, float32, bfloat16 or float16.
+        keys: ``[T, Di]``, the same dtypes.
+        weights: ``[T, Hi]``, the same dtypes.
     """
 
     queries: Tensor

@@ -50,6 +50,7 @@ the configuration tell:
 | MiniCPM (InfLLM-V2) | `sparse_config` |
 | DeepSeek-V4 | `compress_ratios`, `index_topk` |
 | GLM-5-Next: a key for several tokens | `index_kpool` |
+| Qwen2.5-1M: dual chunk attention | `dual_chunk_attention_config` |
 | Hunyuan V4: layers share an indexer | `indexer_types`, `index_topk_freq` |
 | LongCat: tokens that are always kept | `index_local_tokens` |
 | any other | names like these |

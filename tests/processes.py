@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,3 +119,13 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def wait_until(
+    is_done: Callable[[], object], otherwise: str = "it did not happen", timeout_s: float = 60
+) -> None:
+    """Wait for what another thread or process does; a failure says ``otherwise``."""
+    end = time.monotonic() + timeout_s
+    while not is_done():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.05)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hisparse.cache.formats import format_of
+from hisparse.memory.costs import Resources
 from hisparse.types import KVSpec
 
 #: Llama-3.1-8B in bfloat16 with pages of 16 tokens.
@@ -36,3 +37,9 @@ def small_spec(**changes: Any) -> KVSpec:
     """Two layers of four query heads in float32, with pages of four tokens."""
     sizes = {"num_layers": 2, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8}
     return KVSpec(**sizes | {"dtype": torch.float32, "page_size": 4} | changes)
+
+
+def machine(**changes: Any) -> Resources:
+    """A CPU's, for four requests of 8,192 tokens."""
+    sizes = {"host_bytes": 64 << 30, "device_bytes": 16 << 30, "context_length": 8192}
+    return Resources(**sizes | {"max_requests": 4, "device_type": "cpu"} | changes)

@@ -14,6 +14,7 @@ import torch
 
 from hisparse.kernels.operation import OPERATIONS
 from hisparse_bench.decode import DecodeBench
+from hisparse_bench.report import Case
 from scripts.gpu_check import (
     BENCHES,
     PARTS,
@@ -82,7 +83,7 @@ def test_a_step_passes_fails_or_runs_out_of_time(capsys: pytest.CaptureFixture[s
 
 
 def test_no_speed_of_a_kernel_whose_tests_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the transfers' tests pass: only the benchmark that stands on them alone is run."""
+    """Only the transfers' tests pass: only the benchmark of the transfers is run."""
     check = Check(30, {})
     asked: list[str] = []
 
@@ -108,7 +109,9 @@ def test_no_speed_of_a_kernel_whose_tests_failed(monkeypatch: pytest.MonkeyPatch
 
 def test_every_step_is_in_one_part() -> None:
     steps = [name for names in PARTS.values() for name in names]
-    assert sorted(steps) == sorted([*SUITES, *BENCHES, "served", "memcheck", "racecheck"])
+    assert sorted(steps) == sorted(
+        [*SUITES, *BENCHES, "served", "served load", "memcheck", "racecheck"]
+    )
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256, 576])
@@ -229,6 +232,25 @@ def test_the_served_gate_compares_graphs_with_eager_steps() -> None:
     for config in filter(None, served.SERVERS.values()):
         flags = served.flags_of(config)
         HiSparseConfig.from_dict(json.loads(flags[flags.index("--hisparse-config") + 1]))
+
+
+def test_the_gate_under_load_compares_first_tokens() -> None:
+    from hisparse_bench.server import Generation
+    from tests.kernels.gpu import served
+
+    def cases(graphs: list[int]) -> list[Case]:
+        answers = {"sglang": [5, 6], "graphs": graphs}
+        return served.load_cases_of(
+            {
+                name: [Generation("", ids, [first, 4.0, 4.5], 9, 0) for first in (1.0, 3.0)]
+                for name, ids in answers.items()
+            }
+        )
+
+    per_token, last = cases([5, 9])
+    assert per_token.gate == last.gate == "passed"
+    assert [result.median_us for result in last.results] == [3e6, 3e6]
+    assert cases([6, 6])[0].gate == cases([])[0].gate == "failed"
 
 
 def test_wheels_are_named_by_the_pins() -> None:

@@ -147,8 +147,8 @@ def test_few_modules_stand_loose() -> None:
 @pytest.mark.parametrize(
     "package",
     ["hisparse", "hisparse.algorithms", "hisparse.adapters", "hisparse.cache",
-     "hisparse.storage", "hisparse.testing", "hisparse.trace", "hisparse.transformers",
-     "hisparse.eval"],
+     "hisparse.cache.formats", "hisparse.engine.extensions", "hisparse.eval", "hisparse.kernels",
+     "hisparse.storage", "hisparse.testing", "hisparse.trace", "hisparse.transformers"],
 )  # fmt: skip
 def test_what_a_package_offers_is_there(package: str) -> None:
     module = importlib.import_module(package)
@@ -164,6 +164,7 @@ def test_the_kernels_offer_what_their_families_do() -> None:
     families = [name for name in MODULES if re.fullmatch(r"hisparse\.kernels\.\w+\.op", name)]
     offered = [(name, x) for name in families for x in importlib.import_module(name).__all__]
     assert len({x for _, x in offered}) == len(offered) > 30
+    assert {x for _, x in offered} <= set(kernels.__all__)
     for name, x in offered:
         assert getattr(kernels, x) is getattr(importlib.import_module(name), x)
 

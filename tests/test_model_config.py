@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from hisparse.errors import ConfigError
-from hisparse.model_config import check_own_selection, read_model_shape, shape_per_rank, text_config
+from hisparse.model_config import check_own_selection, read_model_shape, text_config
+from hisparse.sglang.models import shape_per_rank
 from scripts.model_families import _SHAPE, FAMILIES
 
 QSA = {
@@ -39,8 +40,9 @@ SELECTING: list[tuple[Any, str]] = [
     ),
     (DeepseekV4Config(), "compress_rates, index_head_dim, index_n_heads, index_topk"),
     (GlmMoeDsaConfig(), "index_head_dim, index_n_heads, index_topk"),
-    # Without a class in transformers: MiniCPM (InfLLM-V2), MoBA.
+    # Without a class in transformers: MiniCPM (InfLLM-V2), Qwen2.5-1M, MoBA.
     (LlamaConfig(sparse_config={"topk": 64}), "sparse_config"),
+    (LlamaConfig(dual_chunk_attention_config={"chunk": 8192}), "dual_chunk_attention_config"),
     (LlamaConfig(moba_topk=8, use_sparse_attention=True), "moba_topk, use_sparse_attention"),
 ]
 #: Indexers that differ from that of DeepSeek-V3.2, and the fields that say it.
@@ -56,10 +58,10 @@ def name_of(config: Any) -> str:
     return getattr(config, "model_type", "")
 
 
-def fields_of(*configs: Any, dsa: bool = False) -> str:
+def fields_of(*configs: Any, indexer: bool = False) -> str:
     """What the line of the refusal names; "": none."""
     try:
-        check_own_selection("it", *configs, dsa=dsa)
+        check_own_selection("it", *configs, indexer=indexer)
     except ConfigError as error:
         said = str(error).removeprefix("it was trained to select by itself what it attends (")
         return said.partition("); expected attention over all tokens or a window")[0]
@@ -73,7 +75,7 @@ def test_a_model_that_selects_by_itself(config: Any, fields: str) -> None:
 
 @pytest.mark.parametrize(("config", "fields"), OTHER_INDEXERS, ids=name_of)
 def test_an_indexer_of_another_kind(config: Any, fields: str) -> None:
-    assert fields_of(config, dsa=True) == fields
+    assert fields_of(config, indexer=True) == fields
     with pytest.raises(ConfigError, match=f"^{config.model_type} was trained to select by itself"):
         shape_per_rank(config, 1, 1)
 
@@ -82,7 +84,7 @@ def test_an_indexer_of_another_kind(config: Any, fields: str) -> None:
 def test_families_do_not(family: Any) -> None:
     config = getattr(transformers, family.config)(**_SHAPE | dict(family.overrides))
     dsa = family.hisparse.get("algorithm") == "dsa"
-    assert fields_of(config, text_config(config), dsa=dsa) == ""
+    assert fields_of(config, text_config(config), indexer=dsa) == ""
     assert bool(fields_of(config)) == dsa
 
 

@@ -78,18 +78,26 @@ class DecodeBench(ModelShape):
         work = DecodeWorkload(requests, self.misses)
         agrees = work.agrees()
         work.calibrate(_CALIBRATION_TOKENS)
-        before = requests.stats
+        before, first = requests.stats, requests.length
         peers, ours = work.peers(), Candidate(work.decode, work.prepare)
+
+        def moved() -> dict[str, int]:
+            work.finish_token()
+            read = requests.read_bytes(requests.stats) - requests.read_bytes(before)
+            own = read // ((requests.length - first) * self.layers)
+            return dict.fromkeys(peers, requests.context_bytes) | {options.device.type: own}
+
         case = timed_case(
             "decode",
             self._params() | ({"left_out": work.left_out} if work.left_out else {}),
             peers | {options.device.type: ours},
             options,
             agrees=lambda: agrees,
+            moved=moved,
             num_warmups=_WARMUPS,
         )
         case.params["miss_ratio"] = round(miss_ratio(before, requests.stats), 4)
-        if options.device.type == "cuda":
+        if options.device.type == "cuda" and case.gate == "passed":
             case.params["kernels_us"] = kernel_times(ours, range(num_steps, num_steps + _PROFILED))
         return case
 
@@ -192,6 +200,12 @@ class DecodeWorkload:
         indexer = self._indexer[self._layer] if self._indexer else None
         return self.requests.coordinator.attention(self._layer, self.query, *self._kv, indexer)
 
+    def finish_token(self) -> None:
+        """Decode the current token's other layers: counts are of whole tokens."""
+        while self._layer < self.requests.kv.num_layers - 1:
+            self.prepare(0)
+            self.decode(0)
+
     def calibrate(self, num_tokens: int) -> None:
         """Adjust the drift to the requested miss ratio; faster drift misses more pages."""
         layers = self.requests.kv.num_layers
@@ -208,12 +222,14 @@ class DecodeWorkload:
     def agrees(self) -> bool:
         """Whether one token's output in all layers equals float64 attention over the selection."""
         tolerance = 2e-5 if self.requests.kv.dtype == torch.float32 else 2e-2
+        self.requests.coordinator.observe(self.requests.observe)
         for step in range(self.requests.kv.num_layers):
             self.prepare(step)
             out = self.decode(step).double().cpu()
             expected = self.requests.attend(self._layer, self.query)
             if not torch.allclose(out, expected, atol=tolerance, rtol=tolerance):
                 return False
+        self.requests.coordinator.observe(None)  # What is timed keeps no selection.
         return True
 
     def peers(self) -> dict[str, Candidate]:
@@ -233,7 +249,7 @@ class DecodeWorkload:
         on_gpu = requests.device.type == "cuda"
         if requests.kv.attention == "MLA":
             others = _FLASHINFER if on_gpu else ["torch_native"]
-            self.left_out |= dict.fromkeys(others, "it is timed for MHA and GQA alone")
+            self.left_out |= dict.fromkeys(others, "it is timed only for MHA and GQA")
         elif on_gpu:
             # With and without tensor cores: which is faster depends on the GPU.
             pages = [as_pages(x, requests.kv.page_size) for x in contexts]

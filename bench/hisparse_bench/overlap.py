@@ -66,6 +66,11 @@ class _Layers:
         coordinator.forward_end()
         return outs
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the products' weights that a forward reads."""
+        return self.requests.kv.num_layers * self._weights.nbytes
+
     def equals(self, out: Tensor, expected: Tensor) -> bool:
         """Whether an output equals that in float64, up to rounding."""
         slack = 2e-5 if self.requests.kv.dtype == torch.float32 else 2e-2
@@ -107,6 +112,7 @@ class StepBench(ModelShape):
             {name: Candidate(steps.run, steps.prepare) for name, steps in work.items()},
             options,
             agrees=lambda: _agree(work) and work["off"].is_correct(),
+            moved=lambda: {name: steps.read_bytes() for name, steps in work.items()},
             num_warmups=_WARMUPS,
         )
         case.params["miss_ratio"] = round(1 - work["off"].requests.stats.hit_ratio, 4)
@@ -150,9 +156,15 @@ class _Steps(_Layers):
         self.requests.begin_token()
         self.outs.append(torch.stack(self.forward()))
 
+    def read_bytes(self) -> int:
+        """Bytes that a step read: what :meth:`RandomRequests.read_bytes` counts, and weights."""
+        read = self.requests.read_bytes(self.requests.stats)
+        return read // len(self.outs) + self.weight_bytes
+
     def is_correct(self) -> bool:
         """Decode one more token and compare it with float64 attention over the selection."""
         self.prepare(0)
+        self.requests.coordinator.observe(self.requests.observe)
         self.requests.begin_token()
         for layer in range(self.requests.kv.num_layers):
             q, k, v = (x[layer] for x in self.tokens)
@@ -199,6 +211,7 @@ class PrefillBench(ModelShape):
             {name: Candidate(chunks.run, chunks.prepare) for name, chunks in work.items()},
             options,
             agrees=lambda: _agree(work) and work["off"].is_correct(),
+            moved=lambda: {name: chunks.read_bytes() for name, chunks in work.items()},
         )
 
     def _chunks(self, overlap: bool, options: Options) -> _Chunks:
@@ -242,6 +255,14 @@ class _Chunks(_Layers):
         requests.coordinator.forward_begin(PrefillBatch(chunks=[chunk], host_slots=host_slots))
         # The outputs of all tokens would take more memory than the pool.
         self.outs.append(torch.stack([out[-1] for out in self.forward()]))
+
+    def read_bytes(self) -> int:
+        """Bytes that a run read: K and V in host memory, those that are attended, and weights."""
+        requests = self.requests
+        tokens = requests.context + self._length
+        attended = tokens * requests.host.format.token_bytes
+        from_host = requests.stats.prefill_read_bytes // len(self.outs)
+        return from_host + attended + self.weight_bytes
 
     def is_correct(self) -> bool:
         """Whether the last token of the last run equals float64 attention over all tokens."""

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import TorchAdapter
-from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep
-from hisparse.cache import HostKVPool
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, entry_bytes
+from hisparse.cache import HostKVPool, PoolSizes
 from hisparse.cache.allocate import zeros
 from hisparse.cache.counters import CacheStats
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch
-from hisparse.engine.build import PoolSizes, build, choose_selection
+from hisparse.engine.build import build, choose_selection
 from hisparse.engine.capabilities import (
     check_capabilities,
     check_indexer,
@@ -117,21 +118,23 @@ class RandomRequests:
                 part.copy_(torch.randn(part.shape, dtype=pool.dtype, device=self.device))
 
     def _make_algorithm(self, config: HiSparseConfig) -> BaseSparseAlgorithm:
-        """The algorithm, which from now on also stores its selections in ``last_selection``."""
+        """The algorithm, if the model and the device allow it."""
         check_capabilities(config, self.device.type)
         has_indexer = self.kv.index_head_dim > 0
         check_indexer("the random model of a benchmark", config, has_indexer=has_indexer)
         scale = self.kv.head_dim**-0.5
         algorithm, self.policy, _ = choose_selection(config, self.kv, scale, self.device.type)
-        self.retrieve_topk = algorithm.retrieve_topk
-
-        def recorded(queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-            self.last_selection = self.retrieve_topk(queries, layer_id, step)
-            return self.last_selection
-
-        # An algorithm is a frozen dataclass.
-        object.__setattr__(algorithm, "retrieve_topk", recorded)
+        # What a layer reads of a page to score it.
+        self._scored_page_bytes = entry_bytes(algorithm.representations(self.policy), "page")
+        if algorithm.reads_host_keys:
+            key = format_of(self.kv).parts[0]
+            tokens = self.kv.page_size * self.kv.num_kv_heads
+            self._scored_page_bytes += tokens * key.width * key.dtype.itemsize
         return algorithm
+
+    def observe(self, layer: int, q: Tensor, step: DecodeStep, selection: Selection) -> None:
+        """Keep the last selection for :meth:`attend`; see :meth:`SparseCoordinator.observe`."""
+        self._selection = selection
 
     def _build_representations(self, slot: int, layer: int) -> None:
         """Build a request's representations from its keys and values, without queries."""
@@ -225,13 +228,29 @@ class RandomRequests:
             torch.cuda.synchronize()
         return self.coordinator.stats()
 
+    def read_bytes(self, stats: CacheStats) -> int:
+        """Bytes that decode steps with these counts read.
+
+        For a selection, what the algorithm scores of every page of the context; the K and V that
+        are attended; and, once more, the pages that are copied from host memory.
+        """
+        size = self.kv.page_size
+        scored = stats.selections * (self.context // size) * self._scored_page_bytes
+        attended = stats.selected_tokens * self.coordinator.manager.device.page_bytes // size
+        return scored // self.policy.heads + attended + stats.decode_read_bytes
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of the K and V of all contexts in one layer."""
+        return self.batch * self.context * self.host.format.layer_token_bytes
+
     def attend(self, layer: int, query: Tensor) -> Tensor:
-        """Float64 attention of ``query [B, Hq, D]`` over the last selection and the tail page.
+        """Float64 attention of ``query [B, Hq, D]`` over the observed selection and the tail page.
 
         An algorithm that ranks the tail page attends it if the selection leaves a place for it.
         """
         kv, size = self.kv, self.kv.page_size
-        pages, _ = self.last_selection
+        pages, _ = self._selection
         out = torch.empty(*query.shape[:2], kv.v_head_dim, dtype=torch.float64)
         group = kv.num_q_heads // self.policy.heads
         # Query heads that share both the selection and the KV head.

@@ -23,7 +23,7 @@ class Result:
     Attributes:
         impl: name of the implementation.
         median_us, p10_us, p90_us: over the repeats.
-        gb_s: bytes moved per second / 1e9, where bytes are what counts.
+        gb_s: bytes moved per second / 1e9; None: it moves none to speak of.
     """
 
     impl: str
@@ -61,7 +61,9 @@ class Case:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """``a/b``: a's median over b's, for every pair in the order of the results."""
+        """``a/b``: a's median over b's, for every pair; none unless the gate passed."""
+        if self.gate != "passed":
+            return {}
         return {
             f"{a.impl}/{b.impl}": _round(a.median_us / b.median_us)
             for i, a in enumerate(self.results)
@@ -94,7 +96,7 @@ class Report:
         """The report as one JSON object."""
         found = asdict(self)
         for case, entry in zip(self.cases, found["cases"], strict=True):
-            entry["ratios"] = case.ratios if case.gate == "passed" else {}
+            entry["ratios"] = case.ratios
             if case.gate != "passed":
                 entry["results"] = []
         return json.dumps(found, indent=2)
@@ -124,7 +126,7 @@ class Report:
         for case in self.cases:
             sizes = ", ".join(f"{name} {value}" for name, value in case.params.items())
             console.print(f"{case.name}: {sizes}")
-            if case.gate == "passed":
+            if case.ratios:
                 ratios = ", ".join(f"{pair} {ratio}" for pair, ratio in case.ratios.items())
                 console.print(f"{case.name}: {ratios}", highlight=False)
 

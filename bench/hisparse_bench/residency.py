@@ -1,4 +1,4 @@
-"""``hisparse bench lru-diff``, ``transfer`` and ``swap-in``: what brings selected pages in."""
+"""``hisparse bench diff-tables``, ``transfer`` and ``swap-in``: what brings selected pages in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hisparse.cache import HostKVPool
 from hisparse.errors import ConfigError
-from hisparse.kernels import DecodeRows, RowState, diff_tables, gather_pages, lru_diff
+from hisparse.kernels import DecodeRows, DiffTables, RowState, diff_tables, gather_pages
+from hisparse.kernels.operation import ResultMemory
 from hisparse.types import HostLayout, KVSpec, PagedKV
 from hisparse_bench.options import Options
 from hisparse_bench.peers import fused_swap_in, reason_to_leave_out
@@ -84,8 +85,8 @@ class _Rows:
         """Make the selection of a step the input."""
         self.selection.copy_(self.chain[step])
 
-    def state(self) -> tuple[RowState, Tensor, Tensor, Tensor]:
-        """An empty state, the capacity of each row, their number, and the index of each."""
+    def diff(self, impl: str, page_size: int) -> Callable[[], DiffTables]:
+        """``diff_tables`` of the selection, on tables of its own that are empty at first."""
         rows, device = self.chain.shape[1], self.chain.device
         slot = torch.arange(self.slots, dtype=torch.int32, device=device).repeat(rows, 1)
         pages = torch.arange(slot.numel(), dtype=torch.int32, device=device).view_as(slot)
@@ -93,7 +94,32 @@ class _Rows:
         state = RowState(torch.full_like(slot, -1), slot, pages, index)
         capacity = torch.full((rows,), self.slots, dtype=torch.int32, device=device)
         real = torch.full((1,), rows, dtype=torch.int32, device=device)
-        return state, capacity, real, torch.arange(rows, device=device)
+        # Every entry of a selection is another full page.
+        lengths, tails = torch.full_like(capacity, self.chain.shape[2]), torch.zeros_like(capacity)
+        counts = torch.full_like(capacity, self.table.shape[1])
+        own = torch.arange(rows, device=device)
+        step = DecodeRows(own, capacity, real, self.table, counts, tails, tails)
+        memory = ResultMemory()  # As in a step.
+
+        def run() -> DiffTables:
+            with memory:
+                return diff_tables(
+                    self.selection, lengths, step, state, page_size=page_size, impl=impl
+                )
+
+        return run
+
+    def num_bytes(self, misses: int) -> int:
+        """Bytes that a step with ``misses`` a row has to read and write.
+
+        It reads the selection, what every slot holds, the order, and a device page for each entry
+        and each load. It writes the order, and for each load the slot's page, whose host page it
+        reads. It writes the results. CUDA's own index of pages, ``page_slots``, is not counted.
+        """
+        _, rows, width = self.chain.shape
+        read = width + 2 * self.slots + (width + misses) + misses
+        written = self.slots + misses + (3 * width + 4)
+        return 4 * rows * (read + written)
 
     def all_steps(self, check: Callable[[int], bool]) -> bool:
         """Whether a check of each step passes, in order."""
@@ -105,7 +131,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LruDiffBench:
+class DiffTablesBench:
     """Decode steps in which each selection shares ``overlap`` with the one before.
 
     Attributes:
@@ -123,32 +149,34 @@ class LruDiffBench:
     def run(self, options: Options) -> Case:
         """Time the reference and the device's kernel; the gate compares every output."""
         misses = 1 - self.overlap
+        replaced = num_replaced(self.width, misses)
         chain = drifting_selections(self.rows, self.width, self.slots, misses, options)
         rows = _Rows(chain.to(options.device), self.slots, self.rows * (int(chain.max()) + 1))
 
         def candidate(impl: str) -> Candidate:
-            state, capacity, real, index = rows.state()
-            inputs = (rows.selection, rows.table, capacity, real, state)
-            return Candidate(lambda step: lru_diff(*inputs, rows=index, impl=impl), rows.load)
+            diff = rows.diff(impl, page_size=16)
+            return Candidate(lambda step: diff(), rows.load)
 
         ours, reference = candidate(options.device.type), candidate("reference")
 
         def agrees(step: int) -> bool:
-            return all(map(torch.equal, ours.run(step), reference.run(step)))
+            # No row is away.
+            return all(map(torch.equal, ours.run(step)[:6], reference.run(step)[:6]))
 
         return timed_case(
-            "lru-diff",
+            "diff-tables",
             {
                 "rows": self.rows,
                 "width": self.width,
                 "slots": self.slots,
                 "pages": rows.table.shape[1],
-                "miss_ratio": round(num_replaced(self.width, misses) / self.width, 4),
+                "miss_ratio": round(replaced / self.width, 4),
                 "cache": "warm: tables and results of the step before",
             },
             {impl: candidate(impl) for impl in ("reference", options.device.type)},
             options,
             agrees=lambda: rows.all_steps(agrees),
+            moved=lambda: rows.num_bytes(replaced),
         )
 
 
@@ -193,7 +221,6 @@ class TransferBench:
                 "pool_bytes": host.num_bytes,
                 "page_bytes": self.page_bytes,
                 "pages": self.pages,
-                "bytes": moved,
                 "cache": "cold source, warm destination",
             },
             {
@@ -203,7 +230,7 @@ class TransferBench:
             },
             options,
             agrees=work.agrees,
-            moved=moved,
+            moved=lambda: moved,
         )
 
 
@@ -261,7 +288,7 @@ class _Gathers:
 
 @dataclass(frozen=True, kw_only=True)
 class SwapInBench:
-    """``lru_diff`` and the transfer of misses, for selections of tokens of an MLA model.
+    """``diff_tables`` and the transfer of misses, for selections of tokens of an MLA model.
 
     Attributes:
         batch: requests, a row each.
@@ -299,7 +326,6 @@ class SwapInBench:
             left_out = {"left_out": f"sglang_fused: {reason}"} if reason else {}
             candidates |= {} if reason else {"sglang_fused": work.upstream()}
         replaced = num_replaced(self.width, self.misses)
-        moved = self.batch * replaced * self.row_bytes
         return timed_case(
             "swap-in",
             {
@@ -309,14 +335,13 @@ class SwapInBench:
                 "miss_ratio": round(replaced / self.width, 4),
                 "row_bytes": self.row_bytes,
                 "pool_bytes": host.num_bytes,
-                "bytes": moved,
                 "cache": "cold source, warm destination",
             }
             | left_out,
             candidates | {ours: work.candidate(ours)},
             options,
             agrees=lambda: work.agrees(work.candidate(ours)),
-            moved=moved,
+            moved=lambda: self.batch * replaced * self.row_bytes,
         )
 
 
@@ -330,16 +355,12 @@ class _SwapIns(_Rows):
 
     def candidate(self, impl: str) -> Candidate:
         """``impl``; a step returns each selected token's index into the device pages, and them."""
-        state, capacity, real, index = self.state()
-        # Every selected token is a separate page: no tail page is attended here.
-        lengths, tails = torch.full_like(capacity, self.chain.shape[2]), torch.zeros_like(capacity)
-        counts = torch.full_like(capacity, self.table.shape[1])
-        own = DecodeRows(index, capacity, real, self.table, counts, tails, tails)
-        shape = (len(capacity) * self.slots, *self._host.k.shape[1:])
+        diff = self.diff(impl, page_size=1)
+        shape = (self.chain.shape[1] * self.slots, *self._host.k.shape[1:])
         k = torch.zeros(shape, dtype=torch.float64, device=self.chain.device)
 
         def step(number: int) -> tuple[Tensor, Tensor]:
-            tables = diff_tables(self.selection, lengths, own, state, page_size=1, impl=impl)
+            tables = diff()
             gather_pages(self._host, tables.load_host_pages, PagedKV(k, k), tables.loads, impl=impl)
             return tables.attended[:, :-1], k
 

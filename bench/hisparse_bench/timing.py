@@ -110,7 +110,7 @@ def timed_case(
     options: Options,
     *,
     agrees: Callable[[], bool],
-    moved: int | None = None,
+    moved: Callable[[], int | Mapping[str, int]],
     num_warmups: int = WARMUPS,
 ) -> Case:
     """Time candidates in turns.
@@ -121,17 +121,19 @@ def timed_case(
         candidates: name to candidate.
         options: device and number of steps.
         agrees: says, after the timed steps, whether results are correct.
-        moved: bytes of a step, where bytes are what counts.
+        moved: says, after the timed steps, the bytes of a step: of all, or by name of a candidate.
         num_warmups: steps before the timed ones.
     """
     times = time_in_turns(
         candidates, options.num_steps, device=options.device, num_warmups=num_warmups
     )
+    num_bytes = moved()  # Before the check, which may run steps.
+    of_impl = dict.fromkeys(times, num_bytes) if isinstance(num_bytes, int) else num_bytes
     return Case(
         name=name,
-        params={**params, "threads": torch.get_num_threads()},
+        params={**params, "bytes": num_bytes, "threads": torch.get_num_threads()},
         gate="passed" if agrees() else "failed",
-        results=[Result.of(impl, seconds, moved) for impl, seconds in times.items()],
+        results=[Result.of(impl, seconds, of_impl[impl]) for impl, seconds in times.items()],
     )
 
 

@@ -44,7 +44,7 @@ struct Tokens {
 };
 
 struct ChunkParams {
-  const float* query;  // [T, Hq, Dk], times the softmax scale
+  const float* query;  // [T, Hq, Dk]
   Tokens keys, values;
   float* out;            // [T, Hq, Dv]
   float* lse;            // [T, Hq]
@@ -52,6 +52,7 @@ struct ChunkParams {
   float* packed_values;  // [Hkv, tiles, strips of Dv, kTile, kStrip]
   int64_t num_queries, num_keys, heads, group;
   int64_t window, first_key;  // the query of token t attends key j if first_key + j > t - window
+  float scale;                // of the logits
   float logit_cap;            // times log2(e), as logits are; 0: none
   bool causal;
 
@@ -182,7 +183,7 @@ struct Block {
       const int64_t row = std::min(first_row + i, p.rows() - 1);
       const float* from = p.query + p.query_of(row, head) * p.keys.width;
       float* to = query.data() + i / kPanel * kPanel * p.keys.width + i % kPanel;
-      for (int64_t d = 0; d < p.keys.width; ++d) to[d * kPanel] = from[d] * kLog2E;
+      for (int64_t d = 0; d < p.keys.width; ++d) to[d * kPanel] = from[d] * p.scale * kLog2E;
     }
   }
 
@@ -288,7 +289,7 @@ void chunk_attention(Arguments& in) {
   const TensorView query = in.tensor(), k = in.tensor(), v = in.tensor(), out = in.tensor(),
                    lse = in.tensor();
   const auto causal = in.number<bool>();
-  const auto logit_cap = in.number<double>();
+  const auto scale = in.number<double>(), logit_cap = in.number<double>();
   const auto window = in.number<int64_t>(), first_key = in.number<int64_t>();
   ChunkParams p;
   p.query = data_of<const float>(query, "query");
@@ -303,6 +304,7 @@ void chunk_attention(Arguments& in) {
   p.causal = causal;
   p.window = window;
   p.first_key = first_key;
+  p.scale = static_cast<float>(scale);
   p.logit_cap = static_cast<float>(logit_cap * 1.44269504088896);
   // Not initialised: the tiles write all of it.
   const std::unique_ptr<float[]> keys(new float[p.heads * p.tiles() * p.key_floats()]);

@@ -1,4 +1,4 @@
-// diff_tables: lru_diff, and the device pages of the slots that it chose.
+// diff_tables: the slots of lru_diff.cpp, and their device pages.
 #include "lru_diff.h"
 #include "tensors.h"
 
@@ -39,15 +39,29 @@ struct DevicePages {
 // Whether the first `length` slots are those of different pages and the others are none.
 bool well_formed(const int32_t* slots, int64_t width, int64_t length, int32_t num_pages) {
   // Only -1 is negative, so a sign bit survives "or" if one slot is none, and "and" if all are.
-  int32_t within = 0, behind = -1;
+  int32_t within = 0, after = -1;
   for (int64_t i = 0; i < length; ++i) within |= slots[i];
-  for (int64_t i = length; i < width; ++i) behind &= slots[i];
-  return num_pages == length && within >= 0 && behind < 0;
+  for (int64_t i = length; i < width; ++i) after &= slots[i];
+  return num_pages == length && within >= 0 && after < 0;
 }
 
-// attended [R, K + 1] has the tail page at entry lengths[r]. `malformed` counts rows before
-// num_real_rows. `dense`: [R], rows that attend the tail page beside any number of pages. Both may be
-// null.
+// Removes what is away from the slots of a row, and returns how many of the first `length` are left.
+int32_t drop_away(int32_t* slots, int64_t width, int32_t length) {
+  int32_t kept = 0, left = length;
+  for (int64_t i = 0; i < width; ++i) {
+    if (slots[i] != kAway) {
+      slots[kept++] = slots[i];
+    } else if (i < length) {
+      --left;
+    }
+  }
+  std::fill(slots + kept, slots + width, -1);
+  return left;
+}
+
+// attended [R, K + 1] has the tail page after the first lengths[r] pages that are not away. `counts`:
+// hits, misses and malformed selections of the rows before num_real_rows. `dense`: [R], rows that
+// attend the tail page beside any number of pages, and wait for any misses. Both may be null.
 void diff_tables(Arguments& in) {
   LruDiffParams p;
   const TensorView selection = in.tensor();
@@ -59,12 +73,14 @@ void diff_tables(Arguments& in) {
   p.page_limits = in.data<const int32_t>("num_pages");
   const int32_t* tails = in.data<const int32_t>("tail_pages");
   const int32_t* tail_tokens = in.data<const int32_t>("tail_lens");
-  const bool* dense = in.data_or_null<const bool>("dense");
-  int64_t* malformed = in.data_or_null<int64_t>("malformed");
+  p.dense = in.data_or_null<const bool>("dense");
+  int64_t* counts = in.data_or_null<int64_t>("counts");
   const TensorView slot_pages = in.tensor();
   p.lru_order = rows_of<int32_t>(in.tensor(), "lru_order");
   const DevicePages pages(in.tensor());
   in.skip(1);  // page_slots
+  p.wait_below = in.data_or_null<const int32_t>("wait_below");
+  p.away = in.data_or_null<int32_t>("away");
   const Rows<int32_t> attended = rows_of<int32_t>(in.tensor(), "attended");
   int32_t* tokens = in.data<int32_t>("seq_lens");
   const Rows<int32_t> loads = rows_of<int32_t>(in.tensor(), "loads");
@@ -72,6 +88,7 @@ void diff_tables(Arguments& in) {
   p.num_hits = in.data<int32_t>("num_hits");
   p.num_misses = in.data<int32_t>("num_misses");
   const auto page_size = in.number<int32_t>(), tail_below = in.number<int32_t>();
+  p.admit = in.number<int32_t>();
   p.set(selection, host_page_table, slot_pages);
   const int64_t width = p.width;
   for (int64_t r = 0; r < p.num_rows; ++r) {
@@ -83,19 +100,22 @@ void diff_tables(Arguments& in) {
   p.curr_device_slots = attended;
   p.load_device_slots = loads;
   run_lru_diff(p);
-  const int64_t guarded = malformed == nullptr ? 0 : p.num_real_rows;
+  const int64_t counted = counts == nullptr ? 0 : p.num_real_rows;
   for (int64_t r = 0; r < p.num_rows; ++r) {
     const int32_t* own = pages.row(p.rows[r]);
-    const int32_t length = length_of[r];
+    int32_t length = length_of[r];
     int32_t* entries = attended[r];
-    if (r < guarded && !well_formed(entries, width, length, p.num_hits[r] + p.num_misses[r])) {
-      ++*malformed;
+    if (r < counted) {
+      counts[0] += p.num_hits[r];
+      counts[1] += p.num_misses[r];
+      counts[2] += !well_formed(entries, width, length, p.num_hits[r] + p.num_misses[r]);
     }
+    const bool has_tail = length < tail_below || (p.dense != nullptr && p.dense[r]);
+    if (p.away != nullptr && p.away[r] > 0) length = drop_away(entries, width, length);
     pages.look_up(own, entries, width, entries, "curr_device_slots");
     pages.look_up(own, loads[r], width, loads[r], "load_device_slots");
     entries[width] = -1;
     entries[length] = tails[r];
-    const bool has_tail = length < tail_below || (dense != nullptr && dense[r]);
     tokens[r] = length * page_size + (has_tail ? tail_tokens[r] : 0);
   }
 }

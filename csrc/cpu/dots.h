@@ -54,12 +54,12 @@ HISPARSE_INLINE void for_parts(int32_t dim, Body&& body) {
   for (; d < dim; ++d) body(d, d);
 }
 
-// Copies rows [count, dim] with their elements part by part.
+// Copies rows [count, dim], times `factor`, with their elements part by part.
 template <typename P>
-void split_in_parts(const float* rows, int64_t count, int32_t dim, float* out) {
+void split_in_parts(const float* rows, int64_t count, int32_t dim, float factor, float* out) {
   for (; count > 0; --count, rows += dim, out += dim) {
     for_parts<P>(dim, [&](int32_t place, int32_t element) HISPARSE_INLINED {
-      out[place] = rows[element];
+      out[place] = rows[element] * factor;
     });
   }
 }

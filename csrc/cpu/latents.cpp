@@ -1,4 +1,5 @@
 // encode_latents, decode_latents: latents as rows of e4m3 codes, float32 scales and bfloat16.
+#include "latents.h"
 #include "parallel.h"
 #include "quantize.h"
 #include "simd.h"
@@ -15,11 +16,6 @@ constexpr double kElementsPerNs = 2.0;
 // Largest number of bfloat16 that float16 has.
 constexpr float kLargestRope = 65280.0f;
 
-// The order of bytes in a row: LatentRow in hisparse/kernels/quantize/op.py.
-struct Row {
-  int32_t rank, tile, scales_at, rope_at, rope;
-};
-
 // Rounds to the nearest bfloat16, ties to even; NaN stays NaN.
 HISPARSE_INLINE uint16_t to_bfloat16(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
@@ -28,7 +24,7 @@ HISPARSE_INLINE uint16_t to_bfloat16(float x) {
 }
 
 template <typename T>
-void encode_row(const typename T::Raw* x, const Row& row, bool is_half, uint8_t* out) {
+void encode_row(const typename T::Raw* x, const LatentRow& row, bool is_half, uint8_t* out) {
   const float most = largest_encoded<ToE4M3>(is_half);
   for (int32_t first = 0, tile = 0; first < row.rank; first += row.tile, ++tile) {
     uint8_t exponent;
@@ -43,39 +39,15 @@ void encode_row(const typename T::Raw* x, const Row& row, bool is_half, uint8_t*
   }
 }
 
-HISPARSE_INLINE void put(float* out, Floats x) { store(out, x); }
-HISPARSE_INLINE void put(float* out, float x) { *out = x; }
-HISPARSE_INLINE void put(uint16_t* out, Floats x) { store_halves(out, bit_cast<Words>(x) >> 16); }
-HISPARSE_INLINE void put(uint16_t* out, float x) { *out = bit_cast<uint32_t>(x) >> 16; }
-
-// Every number is exact in both types: a code times a power of two, or a bfloat16.
-template <typename Out>
-void decode_row(const uint8_t* x, const Row& row, Out* out) {
-  for (int32_t first = 0, tile = 0; first < row.rank; first += row.tile, ++tile) {
-    float scale;
-    std::memcpy(&scale, x + row.scales_at + 4 * tile, 4);
-    int32_t d = first;
-    for (; d + kLanes <= first + row.tile; d += kLanes) {
-      put(out + d, Float8::load(x + d) * splat(scale));
-    }
-    for (; d < first + row.tile; ++d) put(out + d, Float8::one(x[d]) * scale);
-  }
-  for (int32_t d = 0; d < row.rope; ++d) {
-    uint16_t bits;
-    std::memcpy(&bits, x + row.rope_at + 2 * d, 2);
-    put(out + row.rank + d, bit_cast<float>(static_cast<uint32_t>(bits) << 16));
-  }
-}
-
 void encode_latents(Arguments& in) {
   const TensorView latents = in.tensor(), out = in.tensor();
   const auto rank = in.number<int64_t>(), tile = in.number<int64_t>(),
              scales_at = in.number<int64_t>(), rope_at = in.number<int64_t>();
   const int64_t count = latents.size(0), width = latents.size(1);
   if (count == 0) return;
-  const Row row{static_cast<int32_t>(rank), static_cast<int32_t>(tile),
-                static_cast<int32_t>(scales_at), static_cast<int32_t>(rope_at),
-                static_cast<int32_t>(width - rank)};
+  const LatentRow row{static_cast<int32_t>(rank), static_cast<int32_t>(tile),
+                      static_cast<int32_t>(scales_at), static_cast<int32_t>(rope_at),
+                      static_cast<int32_t>(width - rank)};
   const bool is_half = latents.dtype().code == kDLFloat && latents.dtype().bits == 16;
   const int64_t num_bytes = out.size(1);
   uint8_t* rows = data_of<uint8_t>(out, "out");
@@ -94,7 +66,7 @@ void encode_latents(Arguments& in) {
 }
 
 template <typename Out>
-bool decode_pages(const TensorView& pages, const TensorView& table, const Row& row, Out* out) {
+bool decode_pages(const TensorView& pages, const TensorView& table, const LatentRow& row, Out* out) {
   const int64_t size = pages.size(1), width = row.rank + row.rope, count = table.size(0);
   const auto* from = static_cast<const uint8_t*>(pages.data_ptr());
   const int32_t* ids = data_of<const int32_t>(table, "table");
@@ -119,9 +91,9 @@ void decode_latents(Arguments& in) {
   const auto rank = in.number<int64_t>(), tile = in.number<int64_t>(),
              scales_at = in.number<int64_t>(), rope_at = in.number<int64_t>();
   require_unit_stride(pages, "pages");
-  const Row row{static_cast<int32_t>(rank), static_cast<int32_t>(tile),
-                static_cast<int32_t>(scales_at), static_cast<int32_t>(rope_at),
-                static_cast<int32_t>(out.size(2) - rank)};
+  const LatentRow row{static_cast<int32_t>(rank), static_cast<int32_t>(tile),
+                      static_cast<int32_t>(scales_at), static_cast<int32_t>(rope_at),
+                      static_cast<int32_t>(out.size(2) - rank)};
   const bool in_range =
       out.dtype().code == kDLBfloat
           ? decode_pages(pages, table, row, data_of<uint16_t>(out, "out"))

@@ -1,4 +1,4 @@
-// lru_diff: find resident pages, choose slots to evict, map misses to those slots.
+// The first half of diff_tables: find resident pages, choose slots to evict, map misses to those slots.
 #include "lru_diff.h"
 #include "partition.h"
 #include "tensors.h"
@@ -43,6 +43,7 @@ void fill_padding(const LruDiffParams& p, int64_t r) {
     std::fill_n(out[r], p.width, -1);
   }
   p.num_hits[r] = p.num_misses[r] = 0;
+  if (p.away != nullptr) p.away[r] = 0;
 }
 
 // Gives each of `count` missing entries, in order of first occurrence, the coldest slot that is
@@ -68,23 +69,34 @@ int32_t map_loads(const LruDiffParams& p, int64_t r, int32_t count, const Partit
   return num_misses;
 }
 
+// The misses of a row that does not wait are away, and few of them or none get a slot. Returns how
+// many misses get one.
+template <typename Slot>
+int32_t leave_away(const LruDiffParams& p, int64_t r, int32_t count, int32_t num_misses,
+                   const Scratch<Slot>& scratch) {
+  const bool waits = p.waits(r, num_misses);
+  if (p.away != nullptr) p.away[r] = waits ? 0 : num_misses;
+  if (waits) return num_misses;
+  for (int32_t m = 0; m < count; ++m) p.curr_device_slots[r][scratch.missing[m]] = kAway;
+  return std::min(num_misses, p.admit);
+}
+
 // The order after the step: survivors, then loads, then hits.
-void commit(const LruDiffParams& p, int64_t r, const Partition& part, int32_t num_misses) {
+void commit(const LruDiffParams& p, int64_t r, const Partition& part, int32_t num_misses,
+            int32_t num_loads) {
   int32_t* order = p.lru_order[p.rows[r]];
   int32_t* pages = p.slot_pages[p.rows[r]];
-  const int32_t num_survivors = part.num_others - num_misses;
-  std::copy_n(part.others + num_misses, num_survivors, order);
-  std::copy_n(part.others, num_misses, order + num_survivors);
+  const int32_t num_survivors = part.num_others - num_loads;
+  std::copy_n(part.others + num_loads, num_survivors, order);
+  std::copy_n(part.others, num_loads, order + num_survivors);
   std::copy_n(part.hits, part.num_hits, order + part.num_others);
   const int32_t* host_pages = p.host_pages[r / p.rows_per_table];
   int32_t* load_pages = p.load_host_pages[r];
   int32_t* load_slots = p.load_device_slots[r];
-  for (int32_t i = 0; i < num_misses; ++i) {
-    pages[load_slots[i]] = load_pages[i];
-    load_pages[i] = host_pages[load_pages[i]];
-  }
+  for (int32_t i = 0; i < num_loads; ++i) pages[load_slots[i]] = load_pages[i];
+  for (int32_t i = 0; i < num_misses; ++i) load_pages[i] = host_pages[load_pages[i]];
   std::fill(load_pages + num_misses, load_pages + p.width, -1);
-  std::fill(load_slots + num_misses, load_slots + p.width, -1);
+  std::fill(load_slots + num_loads, load_slots + p.width, -1);
   p.num_hits[r] = part.num_hits;
   p.num_misses[r] = num_misses;
 }
@@ -113,7 +125,7 @@ Fault step_row(const LruDiffParams& p, int64_t r, Scratch<Slot>& scratch) {
   if (!part.run()) return Fault::kOrder;
   const int32_t num_misses = map_loads(p, r, num_missing, part, scratch);
   if (num_misses > part.num_others) return Fault::kTooMany;
-  commit(p, r, part, num_misses);
+  commit(p, r, part, num_misses, leave_away(p, r, num_missing, num_misses, scratch));
   return Fault::kNone;
 }
 
@@ -174,27 +186,6 @@ void run(const LruDiffParams& p) {
   });
   if (bad_row >= 0) raise(p, faults[bad_row], bad_row);
 }
-
-void lru_diff(Arguments& in) {
-  LruDiffParams p;
-  const TensorView selection = in.tensor(), host_page_table = in.tensor();
-  p.capacity = in.data<const int32_t>("capacity");
-  p.num_real_rows = *in.data<const int32_t>("num_real_rows");
-  const TensorView slot_pages = in.tensor();
-  p.lru_order = rows_of<int32_t>(in.tensor(), "lru_order");
-  in.skip(2);  // device_pages, page_slots
-  p.rows = in.data<const int64_t>("rows");
-  p.page_limits = in.data_or_null<const int32_t>("num_pages");
-  p.curr_device_slots = rows_of<int32_t>(in.tensor(), "curr_device_slots");
-  p.load_host_pages = rows_of<int32_t>(in.tensor(), "load_host_pages");
-  p.load_device_slots = rows_of<int32_t>(in.tensor(), "load_device_slots");
-  p.num_hits = in.data<int32_t>("num_hits");
-  p.num_misses = in.data<int32_t>("num_misses");
-  p.set(selection, host_page_table, slot_pages);
-  run_lru_diff(p);
-}
-
-HISPARSE_EXPORT_KERNEL(lru_diff)
 
 }  // namespace
 

@@ -1,14 +1,19 @@
-// lru_diff, which diff_tables begins with.
+// The first half of diff_tables: row-local slots.
 #pragma once
 
 #include "tensors.h"
 
+#include <limits>
+
 namespace hisparse {
+
+// The place of a slot for a page that a row neither has nor waits for.
+constexpr int32_t kAway = std::numeric_limits<int32_t>::max();
 
 struct LruDiffParams {
   Rows<const int32_t> selection;    // [R, K]
   Rows<const int32_t> host_pages;   // [T, Pmax]
-  const int32_t* page_limits;       // [T], or null: num_pages for each
+  const int32_t* page_limits;       // [T]
   const int32_t* capacity;          // [R]
   const int64_t* rows;              // [R]
   Rows<int32_t> slot_pages;         // [NR, C]
@@ -18,12 +23,21 @@ struct LruDiffParams {
   Rows<int32_t> load_device_slots;  // [R, K]
   int32_t* num_hits;                // [R]
   int32_t* num_misses;              // [R]
+  const bool* dense;                // [R], rows that wait for any misses; or null
+  const int32_t* wait_below;        // [T], other rows wait for fewer misses; null: all rows wait
+  int32_t* away;                    // [R], misses of rows that do not wait; null with wait_below
+  int32_t admit;                    // of these misses, the most that get a slot
   int64_t num_rows, num_real_rows, num_states, rows_per_table;
   int32_t width, slots, num_pages;
 
+  bool waits(int64_t r, int32_t misses) const {
+    return wait_below == nullptr || (dense != nullptr && dense[r]) ||
+           misses < wait_below[r / rows_per_table];
+  }
+
   // Pages that row r may select.
   int32_t limit(int64_t r) const {
-    return page_limits == nullptr ? num_pages : page_limits[r / rows_per_table];
+    return std::min(page_limits[r / rows_per_table], num_pages);
   }
 
   void set(const TensorView& selected, const TensorView& host_page_table, const TensorView& tables) {

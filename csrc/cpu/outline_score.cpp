@@ -53,7 +53,7 @@ HISPARSE_NOINLINE void decode(const OutlineScoreParams& p, const uint8_t* outlin
   const uint8_t* scales = outline + p.half;
   const int32_t half = p.half, last = p.num_bytes - half - 1;  // of the scales
   int32_t i = 0;
-  // A vector of the high half must not read scales behind the last one.
+  // A vector of the high half must not read scales after the last one.
   const int32_t whole = p.dim % (2 * kBlock) == 0 ? half : 0;
   for (; i + kLanes <= whole; i += kLanes) {
     const Ints fours = load_signed_bytes(outline + i);

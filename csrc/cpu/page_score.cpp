@@ -170,6 +170,7 @@ void page_score(Arguments& in) {
   p.num_pages = in.data<const int32_t>("num_pages");
   p.scales = in.data_or_null<const float>("scales");
   const TensorView scores = in.tensor();
+  const auto scale = static_cast<float>(in.number<double>());
   const int32_t dim = static_cast<int32_t>(query.size(2));
   p.summaries = data_of<const char>(summaries, "summaries");
   p.scores = data_of<float>(scores, "scores");
@@ -186,9 +187,9 @@ void page_score(Arguments& in) {
     using T = std::conditional_t<std::is_same_v<Given, Float8>, UnscaledFloat8, Given>;
     const int64_t count = p.batch * p.q_heads;
     const std::vector<float> split =
-        split_signs(data_of<const float>(query, "query"), count, dim, kRootOfScale<T>);
+        split_signs(AsFloats(query, "query").data(), count, dim, scale * kRootOfScale<T>);
     std::vector<float> in_parts(split.size());
-    split_in_parts<Parts<T>>(split.data(), count, p.twice_dim, in_parts.data());
+    split_in_parts<Parts<T>>(split.data(), count, p.twice_dim, 1, in_parts.data());
     p.query = in_parts.data();
     return run<T>(p);
   });

@@ -16,7 +16,7 @@
 namespace hisparse {
 namespace {
 
-// Pages of one layer, keys or values: [N, Hr, S, D], the last dimension contiguous.
+// Pages of one layer, keys or values: [N, Hs, S, D], the last dimension contiguous.
 struct Pages {
   const char* data;
   int64_t page, head, token;  // strides in bytes
@@ -30,19 +30,26 @@ struct Pages {
 };
 
 struct AttentionParams {
-  const float* query;              // [R, Q, Dk], times the softmax scale
+  const float* query;              // [R, Q, Dk]
   Pages keys, values;
-  Pages scales;                    // [N, Hr, S, 2] of keys and values, or no data
+  Pages scales;                    // [N, Hs, S, 2] of keys and values, or no data
   Rows<const int32_t> page_table;  // [R, P]
   const int32_t* seq_lens;         // [R]
   float* out;                      // [R, Q, Dv]
   float* lse;                      // [R, Q]
   int64_t num_rows, num_pages, splits, pages_per_split;
   int64_t window;   // the last tokens of a row that are attended; 0: all
+  float scale;      // of the logits
   float logit_cap;  // 0: none
   int32_t queries, heads, page_size, table_width;
+  int32_t stored_heads;  // Hs, heads of a page
+  int32_t row_heads;     // rows of a request, each of which attends one of these; 1: all of them
 
   int32_t group() const { return queries / heads; }
+  // The head of the pages that head `head` of a row attends.
+  int64_t stored_head(int64_t row, int64_t head) const {
+    return row_heads == 1 ? head : row % row_heads * stored_heads / row_heads;
+  }
 };
 
 // Tokens of one split: enough work to be worth waking a thread.
@@ -211,8 +218,9 @@ bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t s
     std::fill_n(lse, group, -INFINITY);
     return true;
   }
-  find_tokens<T>(p, p.keys, span, head, room.keys);
-  find_tokens<T>(p, p.values, span, head, room.values);
+  const int64_t stored = p.stored_head(row, head);
+  find_tokens<T>(p, p.keys, span, stored, room.keys);
+  find_tokens<T>(p, p.values, span, stored, room.values);
   const auto count = static_cast<int64_t>(room.keys.size());
   // The first values come after the last keys.
   for (int64_t t = 0; t < kTokensAhead; ++t) {
@@ -226,10 +234,10 @@ bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t s
   room.totals.resize(group);
   const Weights w{room.weights.data(), stride};
   const float* q = p.query + (row * p.queries + head * group) * dim;
-  split_in_parts<Parts<T>>(q, group, dim, room.query.data());
+  split_in_parts<Parts<T>>(q, group, dim, p.scale, room.query.data());
   group_dots<T>(room.query.data(), group, room.keys.data(), kTokensAhead, count, dim, w.numbers,
                 stride);
-  apply_scales(p, span, head, 0, w);
+  apply_scales(p, span, stored, 0, w);
   if (p.logit_cap > 0) {
     for_blocks(group, [&](auto queries, int32_t g) {
       cap_logits(w.numbers + g * stride, count * decltype(queries)::value, p.logit_cap);
@@ -239,7 +247,7 @@ bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t s
     constexpr int G = decltype(queries)::value;
     exponentiate<G>(w.numbers + g * stride, count, lse + g, &room.totals[g]);
   });
-  apply_scales(p, span, head, 1, w);
+  apply_scales(p, span, stored, 1, w);
   add_values<T>(p, room.values.data(), count, w, room.sums.data());
   for (int32_t g = 0; g < group; ++g) {
     const float scale = 1.0f / room.totals[g];
@@ -318,10 +326,12 @@ void paged_attention(Arguments& in) {
   const std::optional<TensorView> scales = in.optional();
   const TensorView page_table = in.tensor(), seq_lens = in.tensor(), out = in.tensor(),
                    lse = in.tensor();
-  const auto logit_cap = in.number<double>();
+  const auto scale = in.number<double>(), logit_cap = in.number<double>();
   const auto window = in.number<int64_t>();
+  const auto row_heads = in.number<int32_t>();
   AttentionParams p;
-  p.query = data_of<const float>(query, "query");
+  const AsFloats floats(query, "query");
+  p.query = floats.data();
   p.keys = pages_of(k, "kv.k");
   p.values = pages_of(v, "kv.v");
   p.scales = scales ? pages_of(*scales, "kv.scales") : Pages{};
@@ -329,12 +339,15 @@ void paged_attention(Arguments& in) {
   p.seq_lens = data_of<const int32_t>(seq_lens, "seq_lens");
   p.out = data_of<float>(out, "out");
   p.lse = data_of<float>(lse, "lse");
+  p.scale = static_cast<float>(scale);
   p.logit_cap = static_cast<float>(logit_cap);
   p.window = window;
   p.num_rows = query.size(0);
   p.num_pages = k.size(0);
   p.queries = static_cast<int32_t>(query.size(1));
-  p.heads = static_cast<int32_t>(k.size(1));
+  p.stored_heads = static_cast<int32_t>(k.size(1));
+  p.row_heads = row_heads;
+  p.heads = row_heads == 1 ? p.stored_heads : 1;
   p.page_size = static_cast<int32_t>(k.size(2));
   p.table_width = static_cast<int32_t>(page_table.size(1));
   p.pages_per_split = std::max<int64_t>(1, kSplitTokens / p.page_size);

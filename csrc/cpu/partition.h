@@ -1,4 +1,4 @@
-// The hot loops of lru_diff: the slot of each selected page, and the slots that were hit.
+// The hot loops of lru_diff.cpp: the slot of each selected page, and the slots that were hit.
 #pragma once
 
 #ifdef __AVX512F__
@@ -11,7 +11,7 @@
 
 namespace hisparse {
 
-// Spare entries behind a compressed list, because whole vectors are stored.
+// Spare entries after a compressed list, because whole vectors are stored.
 constexpr int32_t kPartitionSlack = 16;
 
 // "No slot" in a table of slots; Slot is as narrow as the slots allow, for the cache's sake.

@@ -1,5 +1,5 @@
-// Changes to rows outside lru_diff: full tail pages, and capacity.
-#include "tensors.h"
+// Changes to rows outside diff_tables: full tail pages, and capacity.
+#include "pool.h"
 
 #include <algorithm>
 #include <vector>
@@ -13,6 +13,30 @@ void require_index(int64_t got, int64_t size, const char* name) {
   }
 }
 
+// Copies tail pages of a pool [N, Hr, S, D] to [T, Hkv, S, D]: a page of all heads, or one of each.
+struct TailCopy {
+  Pool src, dst;
+  BlockCopy copy;
+
+  TailCopy(const TensorView& pages, const TensorView& copies)
+      : src(pages), dst(one_after_the_other(copies, src.heads)), copy(page_copy(src, dst)) {}
+
+  // The copies as pages of `heads` heads.
+  static Pool one_after_the_other(const TensorView& copies, int64_t heads) {
+    Pool pool(copies);
+    pool.heads = heads;
+    pool.page_stride = heads * pool.head_stride;
+    return pool;
+  }
+
+  void operator()(int64_t page, int64_t place) const {
+    require_index(page, src.pages, "tail_pages");
+    const char* from = src.data + page * src.page_stride;
+    const Move move{dst.data + place * dst.page_stride, from, from};
+    copy(&move, 1);
+  }
+};
+
 struct PromoteTailParams {
   const int64_t* rows;        // [R]
   const int32_t* page_index;  // [T]
@@ -23,12 +47,17 @@ struct PromoteTailParams {
   Rows<int32_t> device_pages; // [NR, C]
   int32_t* tail_pages;        // [NR]
   int64_t num_rows, num_states, slots, heads;  // heads: R / T
+  std::vector<TailCopy> pools;
+  int64_t copies;  // rows with the same bytes, those of one KV head
 };
 
 void run(const PromoteTailParams& p) {
   for (int64_t r = 0; r < p.num_rows; ++r) {
     const int64_t row = p.rows[r];
     require_index(row, p.num_states, "rows");
+    for (const TailCopy& copy : p.pools) {
+      if (r % p.copies == 0) copy(p.tail_pages[row], r / p.copies);
+    }
     const int32_t capacity = p.capacity[r];
     require_index(capacity, p.slots + 1, "capacity");
     if (!p.filled[r] || capacity == 0) continue;
@@ -65,7 +94,7 @@ void renumber(const RebalanceParams& p, int64_t row, const int32_t* held, const 
 
 // Changes one layer. `free` is the height of the free stack before; returns the height after. Sets
 // changed[i] for each row that changed. A row that would overrun the stack ends its pass: that row
-// and those behind it stay as they are.
+// and those after it stay as they are.
 int64_t run(const RebalanceParams& p, int64_t free, std::vector<bool>& changed) {
   std::vector<int32_t> held(p.slots), pages(p.slots);
   for (const bool shrink : {true, false}) {
@@ -102,6 +131,7 @@ Rows<int32_t> layer_of(const TensorView& tables, int64_t layer, const char* name
   return {static_cast<int32_t*>(tables.data_ptr()) + layer * tables.stride(0), tables.stride(1)};
 }
 
+// Copies the tail pages of all rows, full or not.
 void promote_tail(Arguments& in) {
   PromoteTailParams p;
   const TensorView rows = in.tensor(), page_index = in.tensor();
@@ -119,6 +149,14 @@ void promote_tail(Arguments& in) {
   p.num_states = slot_pages.size(0);
   p.slots = slot_pages.size(1);
   p.heads = rows.size(0) / std::max<int64_t>(page_index.size(0), 1);
+  p.copies = 1;
+  const std::optional<TensorView> pools[2] = {in.optional(), in.optional()};
+  const std::optional<TensorView> copies[2] = {in.optional(), in.optional()};
+  for (int i = 0; i < 2; ++i) {
+    if (!pools[i]) continue;
+    p.pools.emplace_back(*pools[i], *copies[i]);
+    p.copies = std::max<int64_t>(p.heads / copies[i]->size(1), 1);
+  }
   run(p);
 }
 

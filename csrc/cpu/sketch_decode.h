@@ -45,22 +45,20 @@ struct Tile {
   Layout of_layout;
   int32_t group;      // queries of a KV head
   int32_t count;      // sketches that are there
-  const uint8_t* const* sketches;      // and behind them those of the next tile
+  const uint8_t* const* sketches;      // and after them those of the next tile
   int64_t heads[kTile];                // the KV head, counted over requests
   float *tops, *totals;                // [count, stride], of the head's queries
   float unit[kTile];                   // times `levels` the scales
   float units[kTile][kQueries];        // times `sums` the logits
-  Buffer<float> base;                  // [kTile, width], if a float each
-  Buffer<uint8_t> levels;         // [kTile, places]: scales of detailed channels
+  Buffer<uint8_t> levels;         // [kTile, places]: scales of detailed channels, with AVX-512
   Buffer<uint8_t> multiples;      // [kTile, places, 4]: levels times 0 to 3
-  Buffer<Bytes> codes;            // [kTile, registers, quads]: codes times levels
   Buffer<uint8_t> chosen;         // [kTile, chosen_stride], signed: see start_scores
   Buffer<Ints> sums;              // [kTile, registers, kQueries]
 
   Tile(const Layout& layout, int32_t group)
-      : of_layout(layout), group(group), base(kTile * width()), levels(kTile * places()),
-        multiples(kTile * places() * 4), codes(size_t{kTile} * registers() * quads()),
-        chosen(kTile * chosen_stride()), sums(kTile * registers() * kQueries) {}
+      : of_layout(layout), group(group), levels(kTile * places()),
+        multiples(kTile * places() * 4), chosen(kTile * chosen_stride()),
+        sums(kTile * registers() * kQueries) {}
 
   SketchLayout layout() const { return of_layout.get(); }
   // Queries of a KV head, in whole blocks.
@@ -118,7 +116,9 @@ HISPARSE_NOINLINE void decode_levels(Tile<Layout>& tile) {
       const Floats level = scales_at(own) * inverse + 8388608.0f;
       const Ints whole = bit_cast<Ints>(level) & 255;
       const Bytes some = multiples(whole);
-      store_bytes(levels + at, whole);
+#ifdef HISPARSE_SKETCH_AVX512
+      store_bytes(levels + at, bit_cast<Words>(whole));
+#endif
       std::memcpy(all + 4 * at, &some, sizeof(some));
     };
     if (channels >= kLanes) {
@@ -143,34 +143,6 @@ HISPARSE_INLINE void copy_codes(const uint8_t* packed, int32_t row, int32_t chan
   std::memset(out, 0, 4 * kQuad);
   for (int32_t c = 0; c < channels; ++c) {
     std::copy_n(packed + c * row, std::min(4, left), out + 4 * c);
-  }
-}
-
-template <typename Layout>
-HISPARSE_NOINLINE void decode_codes(Tile<Layout>& tile) {
-  const SketchLayout l = tile.layout();
-  const int32_t row = l.code_bytes(), count = tile.count, quads = tile.quads();
-  const int32_t whole = row == 4 ? l.num_channels / kQuad : 0;  // quads without gaps
-  Bytes* out = tile.codes.data();
-  const uint8_t* levels = tile.multiples.data();
-  for (int32_t i = 0; i < count; ++i, levels += 4 * tile.places()) {
-    const uint8_t* packed = tile.sketches[i] + l.dim;
-    for (int32_t t = 0; t < row; t += 4, out += kVectors * quads) {
-      Bytes codes[kVectors];
-      int32_t quad = 0;
-      for (; quad < whole; ++quad) {
-        decode_quad(packed + quad * 16, levels + quad * 16, codes);
-        for (int v = 0; v < kVectors; ++v) out[v * quads + quad] = codes[v];
-      }
-      for (; quad < quads; ++quad) {
-        uint8_t copy[4 * kQuad];
-        const int32_t first = quad * kQuad;
-        copy_codes(packed + first * row + t, row, std::min(kQuad, l.num_channels - first), row - t,
-                   copy);
-        decode_quad(copy, levels + quad * 16, codes);
-        for (int v = 0; v < kVectors; ++v) out[v * quads + quad] = codes[v];
-      }
-    }
   }
 }
 

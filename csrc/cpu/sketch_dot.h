@@ -55,26 +55,17 @@ HISPARSE_INLINE Bytes repeat_four(const void* p) {
   return bit_cast<Bytes>(x - Words{});
 }
 
-// kLanes bytes from p on; every four of them in the four lanes of 16 bytes.
-HISPARSE_INLINE Bytes repeat_lanes(const uint8_t* p) {
-#if defined(__AVX512BW__)
-  return bit_cast<Bytes>(_mm512_permutexvar_epi32(
-      _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
-      _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
-#elif defined(__AVX2__)
-  return bit_cast<Bytes>(_mm256_permutevar8x32_epi32(
-      _mm256_castsi128_si256(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))),
-      _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)));
-#else
-  return repeat_four(p);
-#endif
-}
-
 // Every lane's number, at most kTopLevel, times 0, 1, 2 and 3 in the lane's bytes.
 HISPARSE_INLINE Bytes multiples(Ints x) {
   using Halves = Vec<uint16_t, 2 * kLanes>;
   const auto twice = bit_cast<Halves>(x | x << 16);
   return bit_cast<Bytes>(twice * bit_cast<Halves>(0x03020100 - Ints{}));
+}
+
+// Levels out of their multiples: of four lanes, in each of the four.
+HISPARSE_INLINE Bytes levels_of(Bytes multiples) {
+  constexpr Sixteen once = {1, 5, 9, 13, 1, 5, 9, 13, 1, 5, 9, 13, 1, 5, 9, 13};
+  return look_up(multiples, repeat_sixteen(&once));
 }
 
 // The codes of four channels, four bytes each, as the channels' levels [4 channels, 4 codes]. Lane
@@ -127,27 +118,6 @@ HISPARSE_INLINE Ints dot_bytes(Ints sum, Bytes a, Bytes b) {
   const Ints x = bit_cast<Ints>(a), y = bit_cast<Ints>(b);
   for (int i = 0; i < 32; i += 8) sum += (x >> i & 255) * (y << (24 - i) >> 24);
   return sum;
-#endif
-}
-
-// Numbers that fit into a byte.
-HISPARSE_INLINE void store_bytes(uint8_t* p, Ints x) {
-#if defined(__AVX512F__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(bit_cast<__m512i>(x)));
-#else
-  const Sixteen firsts = {0, 4, 8, 12};
-  struct Fours { Vec<int32_t, 4> part[kLanes / 4]; } fours = bit_cast<Fours>(x);
-  for (int i = 0; i < kLanes / 4; ++i) {
-#if defined(__SSSE3__)
-    const auto bytes = bit_cast<Vec<int32_t, 4>>(
-        _mm_shuffle_epi8(bit_cast<__m128i>(fours.part[i]), bit_cast<__m128i>(firsts)));
-#else
-    const auto bytes = bit_cast<Vec<int32_t, 4>>(
-        __builtin_shuffle(bit_cast<Sixteen>(fours.part[i]), firsts));
-#endif
-    const int32_t four = bytes[0];
-    std::memcpy(p + 4 * i, &four, sizeof(four));
-  }
 #endif
 }
 

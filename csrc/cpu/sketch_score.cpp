@@ -27,6 +27,7 @@ struct SketchScoreParams {
   Rows<const int32_t> host_pages;  // [B, P]
   const int32_t* num_pages;        // [B]
   float* scores;                   // [B, Hq, P]
+  float scale;                     // of the logits
   int64_t batch, num_columns, num_host_pages;
   int32_t q_heads, kv_heads;
   SketchLayout layout;
@@ -82,22 +83,40 @@ HISPARSE_INLINE Floats log_of(Floats x) {
 // Sums of products of queries and codes.
 template <int G, typename Layout>
 HISPARSE_NOINLINE void add_codes(Tile<Layout>& tile) {
-  const int32_t quads = tile.quads(), stride = tile.chosen_stride(), registers = tile.registers();
-  const int32_t count = tile.count;
-  const Bytes* codes = tile.codes.data();
-  const uint8_t* chosen = tile.chosen.data();
+  const SketchLayout l = tile.layout();
+  const int32_t row = l.code_bytes(), quads = tile.quads(), count = tile.count;
+  const int32_t whole = row == 4 ? l.num_channels / kQuad : 0;  // quads without gaps
+  const uint8_t *levels = tile.multiples.data(), *chosen = tile.chosen.data();
   Ints* out = tile.sums.data();
-  for (int32_t i = 0; i < count; ++i, chosen += stride) {
-    for (int32_t r = 0; r < registers; ++r, codes += quads, out += kQueries) {
-      Ints sums[G] = {};
-      for (int32_t quad = 0; quad < quads; ++quad) {
-        const Bytes some = codes[quad];
-        for (int g = 0; g < G; ++g) {
-          sums[g] = dot_bytes(sums[g], some, repeat_four(chosen_by(chosen, tile, g, quad)));
-        }
+  for (int32_t i = 0; i < count; ++i) {
+    const uint8_t* packed = tile.sketches[i] + l.dim;
+    for (int32_t t = 0; t < row; t += 4, out += kVectors * kQueries) {
+      Ints sums[kVectors][G] = {};
+      const auto add = [&](const uint8_t* own, int32_t quad) HISPARSE_INLINED {
+        Bytes codes[kVectors];
+        decode_quad(own, levels + quad * 16, codes);
+        unroll<G>([&](auto g) HISPARSE_INLINED {
+          const Bytes some = repeat_four(chosen_by(chosen, tile, g, quad));
+          unroll<kVectors>([&](auto v) HISPARSE_INLINED {
+            sums[v][g] = dot_bytes(sums[v][g], codes[v], some);
+          });
+        });
+      };
+      int32_t quad = 0;
+      for (; quad < whole; ++quad) add(packed + quad * 16, quad);
+      for (; quad < quads; ++quad) {
+        uint8_t copy[4 * kQuad];
+        const int32_t first = quad * kQuad;
+        copy_codes(packed + first * row + t, row, std::min(kQuad, l.num_channels - first), row - t,
+                   copy);
+        add(copy, quad);
       }
-      for (int g = 0; g < G; ++g) out[g] = sums[g];
+      unroll<kVectors>([&](auto v) HISPARSE_INLINED {
+        unroll<G>([&](auto g) HISPARSE_INLINED { out[v * kQueries + g] = sums[v][g]; });
+      });
     }
+    levels += 4 * tile.places();
+    chosen += tile.chosen_stride();
   }
 }
 
@@ -144,24 +163,24 @@ void score_some(int32_t left, const Queries& queries, Tile<Layout>& tile, int32_
 template <typename Layout>
 void score_tile(const Queries& queries, Tile<Layout>& tile) {
   decode_levels(tile);
-  decode_codes(tile);
   for (int32_t done = 0; done < tile.group; done += kQueries) {
     score_some(std::min(kQueries, tile.group - done), queries, tile, done);
   }
 }
 
 // The same for one query, whatever its logits: in no place an exponential can overflow.
-float score_any(const SketchLayout& l, const float* q, const uint8_t* sketch) {
+float score_any(const SketchLayout& l, const float* q, float scale, const uint8_t* sketch) {
   std::vector<float> logits(l.page_size);
   float base = 0;
   for (int32_t d = 0; d < l.dim; ++d) {
-    base += q[d] * static_cast<int8_t>(sketch[d]) * scale_of(sketch[l.block_scales() + d / kBlock]);
+    const float unit = scale_of(sketch[l.block_scales() + d / kBlock]);
+    base += q[d] * scale * static_cast<int8_t>(sketch[d]) * unit;
   }
   const int32_t row = l.code_bytes();
   for (int32_t d = 0, place = 0; d < l.dim && place < l.num_channels; ++d) {
     if (!(sketch[l.mask() + d / 8] >> d % 8 & 1)) continue;
     const uint8_t* codes = sketch + l.dim + place * row;
-    const float x = q[d] * scale_of(sketch[l.channel_scales() + place++]);
+    const float x = q[d] * scale * scale_of(sketch[l.channel_scales() + place++]);
     for (int32_t t = 0; t < l.page_size; ++t) {
       logits[t] += x * ((codes[t / 4] >> t % 4 * 2 & 3) - 1.5f);
     }
@@ -230,7 +249,7 @@ void score_again(const SketchScoreParams& p, const Run& run) {
       const uint8_t* page = p.sketches[p.host_pages[run.request][run.first + i]];
       const float* q = p.query + query * p.layout.dim;
       p.scores[query * p.num_columns + run.first + i] =
-          score_any(p.layout, q, page + h / group * p.layout.num_bytes());
+          score_any(p.layout, q, p.scale, page + h / group * p.layout.num_bytes());
     }
   }
 }
@@ -282,7 +301,9 @@ void sketch_score(Arguments& in) {
   const auto dim = in.number<int64_t>(), page_size = in.number<int64_t>(),
              num_channels = in.number<int64_t>(), numbered = in.number<int64_t>();
   SketchScoreParams p;
-  p.query = data_of<const float>(query, "query");
+  p.scale = static_cast<float>(in.number<double>());
+  const AsFloats floats(query, "query");
+  p.query = floats.data();
   p.sketches = {static_cast<const uint8_t*>(sketches.data_ptr()), sketches.stride(0)};
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
   p.num_pages = data_of<const int32_t>(num_pages, "num_pages");
@@ -295,7 +316,8 @@ void sketch_score(Arguments& in) {
   p.layout = {static_cast<int32_t>(dim), static_cast<int32_t>(page_size),
               static_cast<int32_t>(num_channels), numbered != 0};
   require_sketches(sketches);
-  const Queries queries(p.query, p.batch * p.kv_heads, p.q_heads / p.kv_heads, p.layout.dim);
+  const Queries queries(p.query, p.scale, p.batch * p.kv_heads, p.q_heads / p.kv_heads,
+                        p.layout.dim);
   const auto is = [&](const SketchLayout& l) {
     return p.layout.dim == l.dim && p.layout.page_size == l.page_size &&
            p.layout.num_channels == l.num_channels && p.layout.numbered == l.numbered;

@@ -23,22 +23,22 @@ struct Queries {
   Buffer<int8_t> rows;   // [KV heads of all requests, blocks, width, kQueries]
   Buffer<float> units;   // [KV heads of all requests, blocks, kQueries]: times `rows` the query
 
-  // queries [heads * group, dim]
-  Queries(const float* queries, int64_t heads, int32_t group, int32_t dim)
+  // queries [heads * group, dim], to be multiplied by `factor`
+  Queries(const float* queries, float factor, int64_t heads, int32_t group, int32_t dim)
       : width(round_up(dim, kChannels)), blocks(round_up(group, kQueries) / kQueries),
         floats(heads * group * width), rows(heads * blocks * width * kQueries),
         units(heads * blocks * kQueries) {
     for (int64_t i = 0; i < heads * group; ++i) {
       const float* query = queries + i * dim;
-      std::copy_n(query, dim, floats.data() + i * width);
+      for (int32_t d = 0; d < dim; ++d) floats.data()[i * width + d] = query[d] * factor;
       float top = 0;
-      for (int32_t d = 0; d < dim; ++d) top = std::max(top, std::abs(query[d]));
+      for (int32_t d = 0; d < dim; ++d) top = std::max(top, std::abs(query[d] * factor));
       const int64_t block = i / group * blocks + i % group / kQueries, own = i % group % kQueries;
       units.data()[block * kQueries + own] = top / 127;
       const float scale = top > 0 ? 127 / top : 0;
       int8_t* row = rows.data() + block * width * kQueries + own;
       for (int32_t d = 0; d < dim; ++d, row += kQueries) {
-        const float whole = query[d] * scale;
+        const float whole = query[d] * factor * scale;
         *row = static_cast<int8_t>(whole + (whole < 0 ? -0.5f : 0.5f));
       }
     }
@@ -94,37 +94,29 @@ HISPARSE_INLINE void choose(const uint8_t* mask, int32_t count, const int8_t* ro
 }
 
 
-// The scales of kLanes channels from d on.
-HISPARSE_INLINE Floats spread_scales(const float* block_scales, int32_t d) {
-  if constexpr (kLanes > kBlock) {
-    Ints half;
-    for (int i = 0; i < kLanes; ++i) half[i] = i / kBlock;
-    const float* some = block_scales + d / kBlock / kLanes * kLanes;
-    return __builtin_shuffle(Float32::load(some), half + d / kBlock % kLanes);
-  } else {
-    return splat(block_scales[d / kBlock]);
+// What scale_of gives, of all codes.
+constexpr auto make_scales() {
+  static_assert(kScaleOffset == 107 << 3);
+  std::array<float, 256> scales{};
+  for (int code = 0; code < 256; ++code) {
+    scales[code] = (8 + code % 8) * 0x1p-23f * static_cast<float>(1u << code / 8);
   }
+  return scales;
 }
+alignas(64) constexpr auto kScales = make_scales();
 
-template <typename Layout>
-HISPARSE_NOINLINE void decode_base(Tile<Layout>& tile) {
-  const SketchLayout l = tile.layout();
-  const int32_t blocks = l.blocks(), width = tile.width(), count = tile.count;
-  Buffer<float> block_scales(round_up(width / kBlock, kLanes));
-  float *base = tile.base.data(), *scales = block_scales.data();
-  // Reads what lies behind the scales, but not behind the sketch.
-  const int32_t readable = std::min(blocks, l.num_bytes() - l.block_scales() - kLanes + 1);
-  for (int32_t i = 0; i < count; ++i, base += width) {
-    const uint8_t *sketch = tile.sketches[i], *codes = sketch + l.block_scales();
-    int32_t block = 0, d = 0;
-    for (; block < readable; block += kLanes) store(scales + block, scales_at(codes + block));
-    for (; block < blocks; ++block) scales[block] = scale_of(codes[block]);
-    for (; d + kLanes <= l.dim; d += kLanes) {
-      const Floats whole = __builtin_convertvector(load_signed_bytes(sketch + d), Floats);
-      store(base + d, whole * spread_scales(scales, d));
-    }
-    for (; d < l.dim; ++d) base[d] = static_cast<int8_t>(sketch[d]) * scales[d / kBlock];
+// Base values of kLanes channels from d on; zeros beyond the last one.
+HISPARSE_INLINE Floats base_at(const SketchLayout& l, const uint8_t* sketch, int32_t d) {
+  uint8_t copy[kLanes] = {};
+  const uint8_t* codes = sketch + d;
+  if (d + kLanes > l.dim) {
+    codes = copy;
+    std::copy_n(sketch + d, std::max(0, l.dim - d), copy);
   }
+  const uint8_t* scale = sketch + l.block_scales() + std::min(d / kBlock, l.blocks() - 1);
+  Floats scales = splat(kScales[*scale]);
+  for (int i = kBlock; i < kLanes; ++i) scales[i] = kScales[scale[d + i < l.dim ? i / kBlock : 0]];
+  return __builtin_convertvector(load_signed_bytes(codes), Floats) * scales;
 }
 
 // Four values, of a quad's channels, that query g of a block has among what is chosen.
@@ -139,19 +131,17 @@ HISPARSE_INLINE const uint8_t* chosen_by(const uint8_t* chosen, const Tile<Layou
 template <int G, typename Layout>
 HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, int32_t done) {
   const int32_t places = tile.places(), width = tile.width(), count = tile.count;
-  const int32_t stride = tile.chosen_stride(), blocks = tile.layout().blocks();
-  const int32_t mask = tile.layout().mask(), bytes = done == 0 ? tile.layout().channels() : 0;
-  if (done == 0) decode_base(tile);
-  const float* base = tile.base.data();
-  const uint8_t* levels = tile.levels.data();
+  const SketchLayout l = tile.layout();
+  const int32_t stride = tile.chosen_stride(), bytes = done == 0 ? l.channels() : 0;
+  const uint8_t* multiples = tile.multiples.data();
   uint8_t* chosen = tile.chosen.data();
   for (int32_t i = 0; i < count; ++i, chosen += stride) {
     const int64_t block = tile.heads[i] * queries.blocks + done / kQueries;
     const int8_t* rows = queries.rows.data() + block * width * kQueries;
-    choose(tile.sketches[i] + mask, blocks, rows, chosen);
+    choose(tile.sketches[i] + l.mask(), l.blocks(), rows, chosen);
   }
   chosen = tile.chosen.data();
-  for (int32_t i = 0; i < count; ++i, chosen += stride, levels += places, base += width) {
+  for (int32_t i = 0; i < count; ++i, chosen += stride, multiples += 4 * places) {
     const int64_t block = tile.heads[i] * queries.blocks + done / kQueries;
     // A little at a time: a processor waits if many reads are under way.
     const uint8_t* ahead = tile.sketches[i + kTile];
@@ -160,11 +150,12 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
     Floats even[kQueries] = {}, odd[G] = {};
     const float* q = queries.floats.data() + (tile.heads[i] * tile.group + done) * width;
     for (int32_t d = 0; d < width; d += 2 * kLanes) {
-      const Floats x = Float32::load(base + d), y = Float32::load(base + d + kLanes);
-      for (int g = 0; g < G; ++g) {
+      const Floats x = base_at(l, tile.sketches[i], d);
+      const Floats y = base_at(l, tile.sketches[i], d + kLanes);
+      unroll<G>([&](auto g) HISPARSE_INLINED {
         even[g] += Float32::load(q + g * width + d) * x;
         odd[g] += Float32::load(q + g * width + d + kLanes) * y;
-      }
+      });
     }
     for (int g = 0; g < G; ++g) even[g] += odd[g];
     Ints middles = {};
@@ -172,7 +163,7 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
       // Four channels of each query side by side.
       const Bytes x = transpose_sixteens(load_vector<Bytes>(chosen + kQueries * place));
       std::memcpy(chosen + kQueries * place, &x, sizeof(x));
-      middles = dot_bytes(middles, repeat_lanes(levels + place), x);
+      middles = dot_bytes(middles, levels_of(load_vector<Bytes>(multiples + 4 * place)), x);
     }
     using Four = Vec<float, kQueries>;
     const Four units = load_vector<Four>(queries.units.data() + block * kQueries) * tile.unit[i];

@@ -23,22 +23,22 @@ struct Queries {
   Buffer<int32_t> zero;   // [.., width / 4]: -128 times the sums over four channels
   Buffer<float> units;    // [KV heads of all requests, blocks, kQueries]: times `high` the query
 
-  // queries [heads * group, dim]
-  Queries(const float* queries, int64_t heads, int32_t group, int32_t dim)
+  // queries [heads * group, dim], to be multiplied by `factor`
+  Queries(const float* queries, float factor, int64_t heads, int32_t group, int32_t dim)
       : width(round_up(dim, kChannels)), blocks(round_up(group, kQueries) / kQueries),
         high(heads * blocks * kQueries * width), low(heads * blocks * kQueries * width),
         zero(heads * blocks * kQueries * width / 4), units(heads * blocks * kQueries) {
     for (int64_t i = 0; i < heads * group; ++i) {
       const float* query = queries + i * dim;
       float top = 0;
-      for (int32_t d = 0; d < dim; ++d) top = std::max(top, std::abs(query[d]));
+      for (int32_t d = 0; d < dim; ++d) top = std::max(top, std::abs(query[d] * factor));
       const int64_t own = i / group * blocks * kQueries + i % group;
       units.data()[own] = top / 127;
       const float scale = top > 0 ? 127 / top : 0;
       const auto rounded = [](float x) { return static_cast<int32_t>(x + (x < 0 ? -0.5f : 0.5f)); };
       for (int32_t d = 0; d < dim; ++d) {
         // The high byte as other processors round it; the low one may then miss by one.
-        const float exact = query[d] * scale;
+        const float exact = query[d] * factor * scale;
         const int32_t upper = rounded(exact);
         const int32_t lower = std::clamp(rounded(exact * 256) - 256 * upper, -128, 127);
         high.data()[own * width + d] = static_cast<int8_t>(upper);

@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
+#include <vector>
 
 namespace hisparse {
 
@@ -53,5 +55,30 @@ auto with_page_type(const TensorView& pages, const char* name, Body&& body) {
   if (dtype.code == kDLInt && dtype.bits == 8) return body(Int8());
   return with_element_type(pages, name, body);
 }
+
+// The elements of a contiguous tensor of floats in float32: its own, or those of a copy.
+class AsFloats {
+ public:
+  AsFloats(const TensorView& tensor, const char* name) {
+    with_element_type(tensor, name, [&](auto type) {
+      using T = decltype(type);
+      const auto* own = data_of<const typename T::Raw>(tensor, name);
+      if constexpr (std::is_same_v<T, Float32>) {
+        data_ = own;
+      } else {
+        const int64_t count = tensor.numel();
+        copy_.resize(count);
+        for (int64_t i = 0; i < count; ++i) copy_[i] = T::one(own[i]);
+        data_ = copy_.data();
+      }
+    });
+  }
+
+  const float* data() const { return data_; }
+
+ private:
+  std::vector<float> copy_;
+  const float* data_;
+};
 
 }  // namespace hisparse

@@ -1,7 +1,6 @@
-// Moving pages and tokens between pools of pages; a pool is [P, H, S, D], or [L, P, H, S, D] for all
-// layers at once, with any strides. A call moves one pool, or two alike: keys and values.
-#include "copy.h"
-#include "tensors.h"
+// Moving pages and tokens between pools of pages. A call moves one pool, or two alike: keys and
+// values.
+#include "pool.h"
 
 namespace hisparse {
 namespace {
@@ -9,27 +8,6 @@ namespace {
 // Bytes that one core copies in a nanosecond, roughly.
 constexpr double kBytesPerNs = 8.0;
 constexpr int64_t kEntriesPerTask = 32;
-
-struct Pool {
-  char* data;
-  int64_t item_bytes;
-  int64_t layers, pages, heads, size, width;
-  int64_t layer_stride, page_stride, head_stride, token_stride, item_stride;  // bytes
-
-  explicit Pool(const TensorView& t)
-      : data(static_cast<char*>(t.data_ptr())),
-        item_bytes(t.dtype().bits * t.dtype().lanes / 8),
-        layers(t.ndim() == 5 ? t.size(0) : 1),
-        pages(t.size(-4)),
-        heads(t.size(-3)),
-        size(t.size(-2)),
-        width(t.size(-1)),
-        layer_stride(t.ndim() == 5 ? t.stride(0) * item_bytes : 0),
-        page_stride(t.stride(-4) * item_bytes),
-        head_stride(t.stride(-3) * item_bytes),
-        token_stride(t.stride(-2) * item_bytes),
-        item_stride(t.stride(-1) * item_bytes) {}
-};
 
 struct GatherPagesParams {
   Pool src[2], dst[2];            // as many of them as there are pools
@@ -39,13 +17,6 @@ struct GatherPagesParams {
 
   bool whole_pages() const { return src[0].heads == dst[0].heads; }
 };
-
-BlockCopy page_copy(const Pool& src, const Pool& dst) {
-  return BlockCopy({{dst.heads, src.head_stride, dst.head_stride},
-                    {src.size, src.token_stride, dst.token_stride},
-                    {src.width, src.item_stride, dst.item_stride}},
-                   src.item_bytes);
-}
 
 // Throws unless every page that is to move exists. Returns how many move.
 int64_t count_moves(const GatherPagesParams& p) {
@@ -121,8 +92,8 @@ struct Tokens {
 struct MoveTokensParams {
   Tokens tokens[2];      // [T, H, D] or [L, T, H, D]
   Pool pool[2];
-  const int64_t* slots;  // [T]
-  int64_t num_tokens, num_pools;
+  const int64_t* slots;  // [T * copies]: a token's follow each other
+  int64_t num_slots, copies, num_pools;
   bool into_pool;
 };
 
@@ -137,11 +108,11 @@ BlockCopy token_copy(const Tokens& tokens, const Pool& pool, bool into_pool) {
 }
 
 void require_slots(const MoveTokensParams& p) {
-  const int64_t num_slots = p.pool[0].pages * p.pool[0].size;
-  for (int64_t t = 0; t < p.num_tokens; ++t) {
-    if (p.slots[t] < 0 || p.slots[t] >= num_slots) {
-      TVM_FFI_THROW(ValueError) << "slots: got " << p.slots[t] << " for token " << t
-                                << ", expected 0 to " << num_slots - 1;
+  const int64_t room = p.pool[0].pages * p.pool[0].size;
+  for (int64_t i = 0; i < p.num_slots; ++i) {
+    if (p.slots[i] < 0 || p.slots[i] >= room) {
+      TVM_FFI_THROW(ValueError) << "slots: got " << p.slots[i] << " for token " << i / p.copies
+                                << ", expected 0 to " << room - 1;
     }
   }
 }
@@ -153,14 +124,14 @@ void run(const MoveTokensParams& p) {
   const int64_t layers = p.pool[0].layers, size = p.pool[0].size;
   int64_t bytes = 0;
   for (int64_t which = 0; which < p.num_pools; ++which) bytes += copies[which].bytes();
-  const int64_t per_layer = (p.num_tokens + kEntriesPerTask - 1) / kEntriesPerTask;
+  const int64_t per_layer = (p.num_slots + kEntriesPerTask - 1) / kEntriesPerTask;
   const int64_t tasks = layers * per_layer;
-  const int threads = num_threads(tasks, layers * p.num_tokens * bytes / kBytesPerNs);
+  const int threads = num_threads(tasks, layers * p.num_slots * bytes / kBytesPerNs);
   parallel_for(tasks, threads, [&](int64_t task) {
     const int64_t layer = task / per_layer, first = task % per_layer * kEntriesPerTask;
-    const int64_t last = std::min(first + kEntriesPerTask, p.num_tokens);
-    for (int64_t t = first; t < last; ++t) {
-      const int64_t page = p.slots[t] / size, offset = p.slots[t] % size;
+    const int64_t last = std::min(first + kEntriesPerTask, p.num_slots);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t page = p.slots[i] / size, offset = p.slots[i] % size, t = i / p.copies;
       for (int64_t which = 0; which < p.num_pools; ++which) {
         const Pool& pool = p.pool[which];
         const Tokens& tokens = p.tokens[which];
@@ -182,6 +153,7 @@ void move_tokens(const TensorView& k, const std::optional<TensorView>& v, const 
                        {Pool(pool_k), Pool(pool_v.value_or(pool_k))},
                        data_of<const int64_t>(slots, "slots"),
                        slots.size(0),
+                       slots.size(0) / std::max<int64_t>(1, k.size(-3)),
                        v ? 2 : 1,
                        into_pool});
 }

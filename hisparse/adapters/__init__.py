@@ -12,14 +12,6 @@ from hisparse.adapters.choose import ChosenAdapter, choose_adapter
 from hisparse.adapters.torch import TorchAdapter, TritonAdapter
 
 __all__ = [
-    "ADAPTERS",
-    "Attended",
-    "BackendAdapter",
-    "ChosenAdapter",
-    "TableLimits",
-    "TorchAdapter",
-    "TritonAdapter",
-    "add_sinks",
-    "choose_adapter",
-    "merge_attended",
-]
+    "ADAPTERS", "Attended", "BackendAdapter", "ChosenAdapter", "TableLimits", "TorchAdapter",
+    "TritonAdapter", "add_sinks", "choose_adapter", "merge_attended",
+]  # fmt: skip

@@ -150,8 +150,10 @@ class BackendAdapter(ABC):
         """Attend from one query token per row over the pages of that row.
 
         Args:
-            q: ``[R, Q, D]``; Q is a multiple of Hr, and query heads of one KV head are adjacent.
-            kv: ``[N, Hr, S, D]``, pages; with scales only if the adapter declares ``scaled``.
+            q: ``[R, Q, D]``, model's dtype; Q is a multiple of Hr, and query heads of one KV head
+                are adjacent.
+            kv: ``[N, Hr, S, D]``, pages in the model's dtype, or in eight bits with scales if the
+                adapter declares ``scaled``.
             page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens``, or before the
                 window, may be -1 and are not read.
             seq_lens: ``[R] int32``, tokens to attend; every page but the last one is full.
@@ -159,7 +161,8 @@ class BackendAdapter(ABC):
                 its tokens, which have to be consecutive and end with the query's own.
 
         Returns:
-            out ``[R, Q, Dv]``, lse ``[R, Q]``.
+            out ``[R, Q, Dv]``, float32 or in the dtype of q; lse ``[R, Q] float32``, natural log.
+            0 and -inf for a row without tokens.
         """
 
     @abstractmethod
@@ -176,8 +179,8 @@ class BackendAdapter(ABC):
         """Attend from many query tokens over contiguous keys.
 
         Args:
-            q: ``[T, Hq, D]``.
-            k, v: ``[Tk, Hkv, D]``.
+            q: ``[T, Hq, D]``, model's dtype.
+            k, v: ``[Tk, Hkv, D]``, model's dtype.
             rule: scale, cap and window.
             causal: query t attends key j only if ``first_key + j <= t``, and the last query is the
                 last key's; if False, every query attends all.
@@ -186,7 +189,8 @@ class BackendAdapter(ABC):
                 ``first_key + j > t - window``.
 
         Returns:
-            out ``[T, Hq, Dv]``, lse ``[T, Hq]``; 0 and -inf for a query without keys.
+            out ``[T, Hq, Dv]``, float32 or in the dtype of q; lse ``[T, Hq] float32``, natural log.
+            0 and -inf for a query without keys.
         """
 
     def attend_chosen(
@@ -195,14 +199,15 @@ class BackendAdapter(ABC):
         """Attend from many query tokens, each over its own keys. This default uses PyTorch.
 
         Args:
-            q: ``[T, Hq, D]``.
-            k, v: ``[Tk, Hkv, D]``.
+            q: ``[T, Hq, D]``, model's dtype.
+            k, v: ``[Tk, Hkv, D]``, model's dtype.
             rule: scale and cap; ``chosen`` takes the place of a window.
             chosen: ``[T, K] int32``, distinct key indices per query; values outside 0 to Tk - 1
                 are padding.
 
         Returns:
-            out ``[T, Hq, Dv]``, lse ``[T, Hq]``; 0 and -inf for a query without keys.
+            out ``[T, Hq, Dv]``, float32 or in the dtype of q; lse ``[T, Hq] float32``, natural log.
+            0 and -inf for a query without keys.
         """
         num_keys, kv_heads = k.shape[:2]
         keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)

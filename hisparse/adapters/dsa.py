@@ -55,7 +55,7 @@ def make_flash_mla_call(
     """Convert :meth:`BackendAdapter.attend`'s arguments, without a copy of the latents.
 
     Args:
-        q: ``[R, Hq, 576]``.
+        q: ``[R, Hq, 576]``, any float dtype; the call has it in the pages' dtype.
         kv, page_table, seq_lens, rule: as for ``attend``, without a cap or a window.
         query_block: number of query heads to pad ``q`` to.
     """

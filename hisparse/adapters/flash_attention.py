@@ -26,8 +26,8 @@ class FlashAttentionCall:
     """Arguments of ``flash_attn_with_kvcache``, by its names."""
 
     q: Tensor  # ``[R, 1, Q, Dk]``, or ``[R, 1, Q, Dk - Dv]`` with ``qv``; in the pages' dtype
-    # ``[R, 1, Q, Dv]`` for MLA: version 3 multiplies ``qv`` by the values, and adds the products to
-    # the logits. None for MHA and GQA.
+    # ``[R, 1, Q, Dv]`` for MLA, dtype of ``q``: version 3 multiplies ``qv`` by the values, and adds
+    # the products to the logits. None for MHA and GQA.
     qv: Tensor | None
     # ``[N, S, Hr, Dk]``, or ``[N, S, 1, Dk - Dv]`` with ``qv``; a view of the pages
     k_cache: Tensor
@@ -46,6 +46,9 @@ def make_flash_attention_call(
     """Convert :meth:`BackendAdapter.attend`'s arguments, without a copy of keys or tables.
 
     Each row becomes one sequence. With one row per head (Hr = 1), a sequence has one KV head.
+
+    Args:
+        q, kv, page_table, seq_lens, rule: shapes and dtypes as for ``attend``.
     """
     query = q.to(kv.k.dtype)[:, None]
     k, v = token_major(kv.k), token_major(kv.v)

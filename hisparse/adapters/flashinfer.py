@@ -54,6 +54,9 @@ def make_flashinfer_call(
 
     Each row becomes one sequence, as in :mod:`hisparse.adapters.flash_attention`. A row without
     tokens has no pages.
+
+    Args:
+        q, kv, page_table, seq_lens: shapes and dtypes as for ``attend``.
     """
     (rows, width), size = page_table.shape, kv.k.shape[2]
     counts = (seq_lens + (size - 1)) // size
@@ -151,7 +154,7 @@ class FlashInferWrapper:
         """Run FlashInfer on a call of at most ``rows`` rows.
 
         Returns:
-            Output ``[R, Q, D]`` and lse ``[R, Q]`` with base 2.
+            Output ``[R, Q, D]`` in the dtype of ``call.q``, and lse ``[R, Q] float32`` with base 2.
         """
         rows = len(call.q)
         self._q[:rows] = call.q

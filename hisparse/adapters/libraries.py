@@ -17,7 +17,7 @@ from hisparse.types import AttentionRule
 
 
 def token_major(pages: Tensor) -> Tensor:
-    """View pages ``[N, Hr, S, D]`` as ``[N, S, Hr, D]``.
+    """View pages ``[N, Hr, S, D]``, any dtype, as ``[N, S, Hr, D]``.
 
     The result is contiguous, because device pages and staging tiles are stored in this order.
     FlashAttention takes it, and FlashInfer calls it NHD.

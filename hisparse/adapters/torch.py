@@ -1,4 +1,4 @@
-"""The adapters of the project's own kernels: ``torch`` by what is available, ``triton``."""
+"""The adapters of hisparse's own kernels: ``torch`` (the fastest that can run) and ``triton``."""
 
 from dataclasses import replace
 from importlib.util import find_spec

@@ -20,21 +20,8 @@ from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.types import KVSpec, Selection, SelectionScope
 
 __all__ = [
-    "ALGORITHMS",
-    "BaseSparseAlgorithm",
-    "DecodeStep",
-    "KVSpec",
-    "PageScoreAlgorithm",
-    "PrefillStep",
-    "RankedPagesAlgorithm",
-    "Representation",
-    "RepresentationMemory",
-    "RepresentationOwner",
-    "Selection",
-    "SelectionPolicy",
-    "SelectionScope",
-    "build_algorithm",
-    "entry_bytes",
-    "register_algorithm",
-    "tail_logits",
-]
+    "ALGORITHMS", "BaseSparseAlgorithm", "DecodeStep", "KVSpec", "PageScoreAlgorithm",
+    "PrefillStep", "RankedPagesAlgorithm", "Representation", "RepresentationMemory",
+    "RepresentationOwner", "Selection", "SelectionPolicy", "SelectionScope", "build_algorithm",
+    "entry_bytes", "register_algorithm", "tail_logits",
+]  # fmt: skip

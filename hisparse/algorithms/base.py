@@ -98,6 +98,9 @@ class BaseSparseAlgorithm(ABC):
     #: Whether the tail page is ranked with the other pages. A selection then holds up to
     #: ``budget / S`` pages, and the tail page is attended only if the selection holds fewer.
     ranks_tail: ClassVar[bool] = False
+    #: Version of what the options do not say: formulas and constants of the entries of pages and of
+    #: :meth:`select_prefill`. A store keeps what depends on them only with one. Not inherited.
+    store_version: ClassVar[int | None] = None
     #: The most kernels that a selecting layer launches in a CUDA graph, attention included.
     #: ``hisparse plan`` estimates times with it. The default is that of ``summarize`` and ``score``
     #: of one operator or two.
@@ -105,6 +108,27 @@ class BaseSparseAlgorithm(ABC):
     #: Operations that score pages and that store a full page's representation, if ``hisparse plan``
     #: knows the times of their kernels (``hisparse/plan/kernel_costs.json``); else it counts bytes.
     kernels: ClassVar[tuple[str, ...]] = ()
+    #: For the same estimate, where entries lie in host memory: extra launches, and the pages whose
+    #: entries are read for each attended page.
+    host_launches: ClassVar[int] = 0
+    host_candidates: ClassVar[int] = 0
+
+    def __init_subclass__(cls) -> None:
+        cls.store_version = vars(cls).get("store_version")
+
+    @classmethod
+    def limits(cls) -> list[str]:
+        """What a user has to know before choosing the algorithm, one line each."""
+        found = []
+        if cls.variable_lengths:
+            found.append("keeps as many pages as a query needs, up to device_buffer_size")
+        if cls.page_sizes is not None:
+            found.append(f"works with page_size {' or '.join(map(str, cls.page_sizes))} only")
+        if cls.reads_host_keys:
+            found.append("scores keys in host memory, so it runs on the CPU only")
+        if cls.indexer:
+            found.append("works with models that have an indexer only")
+        return found
 
     @property
     def query_window(self) -> int:
@@ -151,7 +175,7 @@ class BaseSparseAlgorithm(ABC):
         """Write constants, once, before the first request; all representations are zero.
 
         Args:
-            representations: name to tensor, as :class:`Representation` describes.
+            representations: name to tensor; :class:`Representation` gives shapes and dtypes.
             policy: shapes of the model and the rules of selections.
 
         Raises:
@@ -165,7 +189,7 @@ class BaseSparseAlgorithm(ABC):
         """Store the representations of complete pages; without an override there are none.
 
         Args:
-            keys: ``[P, S, Hkv, D]``.
+            keys: ``[P, S, Hkv, D]`` in the model's dtype.
             layer_id: layer number.
             host_pages: ``[P]``, int32 in prefill and int64 in decode, the entries to write in
                 ``step.representations``; the padding page 0 may occur more than once.
@@ -179,8 +203,8 @@ class BaseSparseAlgorithm(ABC):
         """Prefill: store the representations of a chunk; unless overridden, by :meth:`store`.
 
         Args:
-            keys: ``[P, S, Hkv, D]``, keys of the pages that this chunk completed; P may be 0.
-            queries: ``[T, Hq, D]``, queries of the chunk, before the softmax scale.
+            keys: ``[P, S, Hkv, D]``, model's dtype, of pages that this chunk completed; P may be 0.
+            queries: ``[T, Hq, D]``, model's dtype, before the softmax scale.
             layer_id: layer number, counted from the first layer of this rank.
             step: the chunk.
         """
@@ -194,8 +218,8 @@ class BaseSparseAlgorithm(ABC):
         Unless overridden, by :meth:`store`.
 
         Args:
-            keys: ``[B, S, Hkv, D]``, keys of each request's full tail page. On a GPU the entries of
-                requests without one are uninitialised.
+            keys: ``[B, S, Hkv, D]``, model's dtype, of each request's full tail page. On a GPU the
+                entries of requests without one are uninitialised.
             layer_id: layer number.
             host_pages: ``[B] int64``, host page of each tail page. A request without a full tail
                 page has the padding page 0, so that one write serves all requests.
@@ -225,8 +249,8 @@ class BaseSparseAlgorithm(ABC):
         method when all requests are within the budget.
 
         Args:
-            queries: ``[B, Hq, D]``, before the softmax scale. Ranks that share the latents of an
-                MLA model see the heads of all ranks.
+            queries: ``[B, Hq, D]``, model's dtype, before the softmax scale. Ranks that share the
+                latents of an MLA model see the heads of all ranks.
             layer_id: layer number.
             step: the step.
 

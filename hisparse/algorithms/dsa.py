@@ -42,6 +42,7 @@ class DSA(BaseSparseAlgorithm):
     page_sizes: ClassVar[tuple[int, ...] | None] = (1,)
     indexer: ClassVar[bool] = True
     ranks_tail: ClassVar[bool] = True
+    store_version: ClassVar[int | None] = 1
     captured_launches: ClassVar[int] = 8
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
@@ -71,7 +72,10 @@ class DSA(BaseSparseAlgorithm):
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        """Write the indexer's keys ``[T, Di]`` of new tokens, which are pages of one token each."""
+        """Write the indexer's keys ``[T, Di]`` of new tokens, which are pages of one token each.
+
+        ``keys`` are not read; ``host_pages [T]``, int32 or int64, are the entries to write.
+        """
         stored, scales = self._stored(layer_id, step)
         store_index_keys(_inputs(step).keys, stored, host_pages, scales=scales)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from hisparse.algorithms.base import register_algorithm
 from hisparse.algorithms.page_score import PageScoreAlgorithm
 from hisparse.algorithms.step import DecodeStep, SelectionPolicy
-from hisparse.kernels import key_score
+from hisparse.kernels import HostKeys, key_score
 from hisparse.types import KVSpec
 
 
@@ -35,7 +35,7 @@ class Oracle(PageScoreAlgorithm):
         return (kv.page_size, kv.num_kv_heads, kv.head_dim)
 
     def summarize(self, keys: Tensor, mask: Tensor) -> Tensor:
-        """Return ``keys [P, S, Hkv, D]``; pages are complete, so ``mask [P, S]`` is all true."""
+        """Return ``keys [P, S, Hkv, D]``, any float dtype; ``mask [P, S] bool`` is all true."""
         return keys
 
     def captured_bytes(self, policy: SelectionPolicy, num_pages: int) -> int:
@@ -45,9 +45,9 @@ class Oracle(PageScoreAlgorithm):
         return super().captured_bytes(policy, num_pages) + logits
 
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
-        """``query [B, Hq, D]``, ``summaries [B, P, S, Hkv, D]`` -> ``[B, Hq, P]``.
+        """``query [B, Hq, D]``, ``summaries [B, P, S, Hkv, D]`` -> ``[B, Hq, P]``; higher is kept.
 
-        Higher is kept.
+        Any float dtypes; the result has that of the query.
         """
         keys = summaries.permute(0, 3, 4, 1, 2).flatten(3).to(query.dtype)
         logits = query.unflatten(1, (keys.shape[1], -1)) @ keys
@@ -56,12 +56,15 @@ class Oracle(PageScoreAlgorithm):
         return scores.flatten(1, 2)
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-        """``query [B, Hq, D]`` -> ``[B, Hq, P]``; on a CPU, a kernel reads the keys in place."""
+        """``query [B, Hq, D]``, model's dtype -> ``[B, Hq, P]``, any float dtype; higher is kept.
+
+        A CPU reads the keys in place.
+        """
         if query.device.type != "cpu":
             return super().score_pages(query, layer_id, step)
         return key_score(
             query.float() * step.policy.scale,
-            step.representations["summary"][layer_id].transpose(1, 2),
+            HostKeys(step.representations["summary"][layer_id].transpose(1, 2)),
             step.host_page_table[:, : step.max_pages],
             step.num_pages,
             reduce="max" if self.reduce == "max" else "lse",

@@ -27,7 +27,7 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
         """Score every page of the step's requests.
 
         Args:
-            query: ``[B, Hq, D]``, before the softmax scale, ``step.policy.scale``.
+            query: ``[B, Hq, D]``, model's dtype, before the softmax scale, ``step.policy.scale``.
             layer_id: layer number.
             step: the step.
 
@@ -63,12 +63,26 @@ class PageScoreAlgorithm(RankedPagesAlgorithm):
 
     @abstractmethod
     def summarize(self, keys: Tensor, mask: Tensor) -> Tensor:
-        """``keys [P, S, Hkv, D]``, ``mask [P, S] bool`` (False: no token) -> ``[P, *summary]``."""
+        """Summarise pages; the engine stores summaries in the model's dtype.
+
+        Args:
+            keys: ``[P, S, Hkv, D]``, model's dtype.
+            mask: ``[P, S] bool``, False: no token.
+
+        Returns:
+            ``[P, *summary]``, any dtype.
+        """
 
     @abstractmethod
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
-        """``query [B, Hq, D]`` (times the softmax scale), ``summaries [B, P, *summary]``
-        -> ``[B, Hq or Hkv, P]`` of any float dtype; higher is kept.
+        """Score pages by their summaries.
+
+        Args:
+            query: ``[B, Hq, D]``, model's dtype, times the softmax scale.
+            summaries: ``[B, P, *summary]``, model's dtype.
+
+        Returns:
+            ``[B, Hq or Hkv, P]`` of any float dtype; higher is kept.
         """
 
     def captured_bytes(self, policy: SelectionPolicy, num_pages: int) -> int:
@@ -101,7 +115,7 @@ def tail_logits(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
     """Logits of the tokens in the tail pages.
 
     Args:
-        query: ``[B, Hq, D]``, times the softmax scale.
+        query: ``[B, Hq, D]`` of any float dtype, times the softmax scale.
         layer_id: layer number.
         step: the step.
 

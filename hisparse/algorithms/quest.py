@@ -30,6 +30,7 @@ class Quest(RankedPagesAlgorithm):
             float8_e4m3fn, or bfloat16 on GPUs without fp8 (before compute capability 8.9).
     """
 
+    store_version: ClassVar[int | None] = 1
     captured_launches: ClassVar[int] = 8
     kernels: ClassVar[tuple[str, ...]] = ("page_score", "page_summary")
 
@@ -62,7 +63,10 @@ class Quest(RankedPagesAlgorithm):
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        """Write the key ranges of complete pages, from ``keys [P, S, Hkv, D]``."""
+        """Write the key ranges of complete pages.
+
+        ``keys [P, S, Hkv, D]``, model's dtype; ``host_pages [P]``, int32 or int64.
+        """
         stored = step.representations
         scales = stored["scale"][layer_id] if "scale" in stored else None
         page_summary(keys, stored["summary"][layer_id], host_pages, scales=scales)
@@ -70,7 +74,7 @@ class Quest(RankedPagesAlgorithm):
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         """The bound sum_d max(q_d * high_d, q_d * low_d), maximised over a page's ranges.
 
-        ``query [B, Hq, D]`` -> ``[B, Hq, P]`` in its dtype.
+        ``query [B, Hq, D]``, model's dtype -> ``[B, Hq, P] float32``; higher is kept.
         """
         stored = step.representations
         table = step.host_page_table[:, : step.max_pages]

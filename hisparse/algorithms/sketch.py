@@ -23,8 +23,6 @@ from hisparse.kernels import (
 from hisparse.types import KVSpec, Selection
 
 _SKETCH, _OUTLINE = "sketch", "outline"
-#: Candidates for each page of a selection, with ``economy``.
-_CANDIDATES = 8
 #: Divides the logits by which heads vote on candidates. A flatter softmax counts more heads' peaks.
 _TEMPERATURE = 4.0
 
@@ -37,7 +35,7 @@ class Sketch(BaseSparseAlgorithm):
     A page's share of the softmax is the log-sum-exp of its tokens' logits. The sketch estimates
     it from 8 bits per channel for the page as a whole, and 2 bits per token in the channels that
     vary most within the page. A token differs from its neighbours in few channels, and these
-    channels change from page to page. A sketch depends on the page's keys alone, so nothing is
+    channels change from page to page. A sketch depends only on the page's keys, so nothing is
     calibrated. Our own method; docs/sketch.md compares it with what else was tried.
 
     Attributes:
@@ -47,7 +45,10 @@ class Sketch(BaseSparseAlgorithm):
             eight for each page that it attends, and ranks them by their sketches.
     """
 
+    store_version: ClassVar[int | None] = 1
     captured_launches: ClassVar[int] = 8
+    host_launches: ClassVar[int] = 36
+    host_candidates: ClassVar[int] = 8
     kernels: ClassVar[tuple[str, ...]] = ("sketch_score", "page_sketch")
 
     detail: float = 0.3125
@@ -92,7 +93,7 @@ class Sketch(BaseSparseAlgorithm):
     def _select(self, query: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         """Select for ``query [B, Hq, D]``, before the softmax scale."""
         policy = step.policy
-        if self.economy and step.max_pages > _CANDIDATES * policy.max_pages:
+        if self.economy and step.max_pages > self.host_candidates * policy.max_pages:
             return self._select_candidates(query, layer_id, step)
         scores, rest = self._score(
             query,
@@ -120,8 +121,8 @@ class Sketch(BaseSparseAlgorithm):
         """
         policy, layout = step.policy, self._layout(step)
         # Heads that share a selection compare their pages with the tail page, always attended.
-        alone = policy.heads == policy.kv.num_q_heads
-        tail = None if alone else step.tail_pages(layer_id)
+        shared = policy.heads < policy.kv.num_q_heads
+        tail = step.tail_pages(layer_id) if shared else None
         return sketch_score(
             query, sketches, table, num_pages, layout, scale=policy.scale, tail=tail
         )
@@ -129,7 +130,7 @@ class Sketch(BaseSparseAlgorithm):
     def _select_candidates(self, query: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         """Select among the pages that outlines choose, for each head of the selection its own."""
         policy, heads = step.policy, step.policy.heads
-        num_candidates = _CANDIDATES * policy.max_pages
+        num_candidates = self.host_candidates * policy.max_pages
         table = step.host_page_table[:, : step.max_pages]
         candidates = select(
             outline_score(

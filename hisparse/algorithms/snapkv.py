@@ -59,7 +59,10 @@ class SnapKV(BaseSparseAlgorithm):
     def construct_representations(
         self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
-        """Move the window over ``queries [T, Hq, D]``; count its votes when the prompt ends."""
+        """Move the window over the queries; count its votes when the prompt ends.
+
+        ``queries [T, Hq, D]`` and ``keys [P, S, Hkv, D]`` have the model's dtype.
+        """
         state = {name: x[layer_id, step.slot] for name, x in _state(step).items()}
         window = torch.cat([state[_WINDOW], queries])[-self.window :]
         state[_WINDOW].copy_(window)

@@ -1,8 +1,8 @@
-"""What algorithms are told of a forward: a chunk of a prompt, or the requests of a decode step."""
+"""What algorithms get of a forward: a chunk of a prompt, or the requests of a decode step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.kernels import DecodeRows, SelectRule, TailPages, paged_attention, upload
+from hisparse.kernels import DecodeRows, HostKeys, SelectRule, TailPages, paged_attention, upload
 from hisparse.kernels.sketch.op import tail_lse
 from hisparse.types import AttentionRule, IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
@@ -110,7 +110,7 @@ class PrefillStep:
 
     Attributes:
         policy: the rules of every selection.
-        representations: by name, owned by the coordinator.
+        representations: name to tensor; :class:`Representation` gives shapes and dtypes.
         slot: request slot.
         start: position of the chunk's first token.
         length: tokens of the chunk.
@@ -119,8 +119,8 @@ class PrefillStep:
         is_last: whether the prompt ends here, as far as the framework knows.
         indexer: indexer inputs of the chunk's tokens, for algorithms that declare ``indexer``.
         context_keys: streams all keys of a layer up to ``end`` from host memory. It yields the
-            position of the first key, a multiple of S, and keys ``[t, Hkv, D]``, valid until the
-            next iteration.
+            position of the first key, a multiple of S, and keys ``[t, Hkv, D]``, model's dtype,
+            valid until the next iteration.
     """
 
     policy: SelectionPolicy
@@ -149,23 +149,18 @@ class KVReader(Protocol):
 
     def find_tails(self, layer_id: int, step: DecodeStep) -> Tensor:
         """``[R] int32``, device page of each row's tail as of now."""
-        ...
 
     def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
-        ...
 
     def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
         """The tail pages in place."""
-        ...
 
-    def host_pages(self, layer_id: int) -> PagedKV:
-        """K and V of the host pool, each ``[host pages, Hkv, S, D]``."""
-        ...
+    def host_keys(self, layer_id: int) -> HostKeys:
+        """Keys of the host pool, as they are stored."""
 
     def read_tokens(self, layer_id: int, host_slots: Tensor) -> PagedKV:
-        """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""
-        ...
+        """K and V at ``host_slots [T] int64``, ``[T, Hkv, D]`` on the device, model's dtype."""
 
 
 @dataclass
@@ -175,14 +170,21 @@ class StepCache:
     Attributes:
         indexer: see :attr:`DecodeStep.indexer`.
         selection: attended by the layers of the current group; None before the first one selects.
-        values: results of :meth:`DecodeStep.once`, by name.
+        values: results of :meth:`once`, by key.
         early: loads of pages that started before their layer, by layer.
     """
 
     indexer: IndexerInputs | None = None
     selection: Selection | None = None
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[Hashable, Any] = field(default_factory=dict)
     early: dict[int, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, find: Callable[[], T]) -> T:
+        """:meth:`DecodeStep.once` by a key: a name of the engine, which no plug-in's key equals."""
+        if key not in self.values:
+            self.values[key] = find()
+        value: T = self.values[key]
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,7 @@ class DecodeStep:
 
     Attributes:
         policy: the rules of every selection.
-        representations: name to ``[L, host pages, ...]``, owned by the coordinator.
+        representations: name to tensor; :class:`Representation` gives shapes and dtypes.
         slots: ``[B] int64``, request slots.
         tail_lens: ``[B] int32``, tokens in the tail page, the new one included.
         kv_io: reads keys and values.
@@ -206,6 +208,7 @@ class DecodeStep:
         follows: whether an earlier step of the forward may fill tail pages, so that each layer has
             to find them when it begins.
         captured: whether this is a captured step, or one that warms up for the capture.
+        drafts: whether requests may have several tokens in the step or in the forward.
         index: ``[B] int64``, places of the requests in the batch, or None if they are all of it.
         last: the last tokens of the requests, if some have several tokens in the batch, one after
             the other. Only the last token may fill a page.
@@ -224,6 +227,7 @@ class DecodeStep:
     rows: DecodeRows
     follows: bool = False
     captured: bool = False
+    drafts: bool = False
     index: Tensor | None = None
     last: DecodeStep | None = None
     by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
@@ -238,7 +242,7 @@ class DecodeStep:
     @cached_property
     def max_pages(self) -> int:
         """The most that ``num_pages`` may be, known on the host; if captured, in any step."""
-        return int(self.seq_lens_cpu.max() - 1) // self.policy.kv.page_size
+        return int(max(self.seq_lens_cpu.tolist()) - 1) // self.policy.kv.page_size
 
     @property
     def host_page_table(self) -> Tensor:
@@ -266,20 +270,7 @@ class DecodeStep:
         For values that depend on the requests and not on the layer: on a GPU each operator is a
         launch. ``name`` is unique in the algorithm.
         """
-        if name not in self.cache.values:
-            self.cache.values[name] = find()
-        value: T = self.cache.values[name]
-        return value
-
-    def of_layer(self, name: str, layer_id: int, find: Callable[[int], T]) -> T:
-        """The value of ``find(layer_id)``, which the first layer of the step calls for all layers.
-
-        Each layer calls it where an earlier step of the forward may change the layer's tail pages.
-        """
-        if self.follows:
-            return find(layer_id)
-        layers = range(self.policy.kv.num_layers)
-        return self.once(name, lambda: [find(layer) for layer in layers])[layer_id]
+        return self.cache.once(("plug-in", name), find)
 
     @property
     def seq_lens(self) -> Tensor:
@@ -287,7 +278,7 @@ class DecodeStep:
         return self.num_pages * self.policy.kv.page_size + self.tail_lens
 
     def tail_keys(self, layer_id: int) -> Tensor:
-        """Keys of the tail pages, ``[B, S, Hkv, D]``; the first ``tail_lens`` tokens are valid."""
+        """Keys of the tail pages, ``[B, S, Hkv, D]``, model's dtype; valid: first ``tail_lens``."""
         return self.kv_io.read_tails(layer_id, self).k.transpose(1, 2)
 
     def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
@@ -298,7 +289,7 @@ class DecodeStep:
             query: ``[B, Hq, D] float32``, times the softmax scale.
 
         Returns:
-            ``[B, Hq] float32``.
+            ``[B, Hq] float32``, natural logarithm; -inf for an empty page.
         """
         rule = AttentionRule(1.0, self.policy.logit_cap)
         return tail_lse(query, self.tail_pages(layer_id), paged_attention, rule)
@@ -307,9 +298,9 @@ class DecodeStep:
         """The tail pages in place, for kernels that read them."""
         return self.kv_io.tail_pages(layer_id, self)
 
-    def host_keys(self, layer_id: int) -> Tensor:
-        """Keys of the host pool, ``[host pages, Hkv, S, D]``; strides depend on the layout."""
-        return self.kv_io.host_pages(layer_id).k
+    def host_keys(self, layer_id: int) -> HostKeys:
+        """Keys of the host pool, as they are stored, for :func:`hisparse.kernels.key_score`."""
+        return self.kv_io.host_keys(layer_id)
 
     def every_page(self, width: int) -> Selection:
         """A selection of every full page, ``width`` entries wide."""
@@ -323,7 +314,7 @@ class DecodeStep:
     def window_pages(self, window: int) -> Selection:
         """A selection of the full pages that the last ``window`` tokens of each request touch.
 
-        The new token counts. The width depends on the window alone: steps can be captured.
+        The new token counts. The width depends only on the window: steps can be captured.
         """
         kv, heads = self.policy.kv, self.policy.heads
         first = (self.seq_lens - window).clamp(min=0) // kv.page_size
@@ -339,17 +330,18 @@ class DecodeStep:
         """``[R] int32``, device page of each row's tail."""
         if self.follows:
             return self.kv_io.find_tails(layer_id, self)
-        return self.once("tails of layers", self.rows.tail_pages.unbind)[layer_id]
+        return self.rows.tail_pages[layer_id]
 
     def tail_slots(self, layer_id: int) -> Tensor:
         """``[R] int64``, where each row's new token goes: its tail page times S, plus offset."""
 
         def slots_in(tails: Tensor) -> Tensor:
-            return tails.long() * self.policy.kv.page_size + (self.rows.tail_lens - 1)
+            offsets = self.rows.tail_lens.long() - 1
+            return torch.add(offsets, tails, alpha=self.policy.kv.page_size)
 
         if self.follows:
             return slots_in(self.tails(layer_id))
-        return self.once("tail slots", lambda: slots_in(self.rows.tail_pages).unbind())[layer_id]
+        return self.cache.once("tail slots", lambda: slots_in(self.rows.tail_pages))[layer_id]
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor] | None:
@@ -359,7 +351,7 @@ class DecodeStep:
         ``[B] int64``, 0 for the other requests.
         """
         size = self.policy.kv.page_size
-        if not self.captured and not (self.seq_lens_cpu % size == 0).any():
+        if not self.captured and 0 not in (self.seq_lens_cpu % size).tolist():
             return None
         full = self.rows.tail_lens == size
         if self.captured:
@@ -394,7 +386,9 @@ class DecodeStep:
                 tail_pages=self.rows.tail_pages[:, row_index],
                 num_real_rows=self.rows.num_real_rows.new_full((1,), row_index.numel()),
                 dense=None if self.dense is None else self.dense[index],
+                counts=self.rows.counts,
             ),
             follows=self.follows,
+            drafts=self.drafts,
             index=index,
         )

@@ -24,7 +24,10 @@ class Streaming(RankedPagesAlgorithm):
         return {}
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-        """``[B, 1, P] float32``; a page's score is its number: the later, the higher."""
+        """``query [B, Hq, D]``, any dtype -> ``[B, 1, P] float32``; higher is kept.
+
+        A page's score is its number.
+        """
         width, device = step.max_pages, query.device
         page = step.once("page", lambda: torch.arange(width, dtype=torch.float32, device=device))
-        return page.expand(len(query), 1, -1)
+        return step.once("scores", lambda: page.repeat(len(query), 1, 1))

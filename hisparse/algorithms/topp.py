@@ -35,7 +35,8 @@ class TopP(BaseSparseAlgorithm):
     """
 
     variable_lengths: ClassVar[bool] = True
-    captured_launches: ClassVar[int] = 189
+    store_version: ClassVar[int | None] = 1
+    captured_launches: ClassVar[int] = 182
 
     mass: float = 0.95
 
@@ -56,7 +57,10 @@ class TopP(BaseSparseAlgorithm):
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        """Quantise the keys ``[P, S, Hkv, D]`` of complete pages."""
+        """Quantise the keys of complete pages to four bits per channel.
+
+        ``keys [P, S, Hkv, D]``, any float dtype; ``host_pages [P]``, int32 or int64.
+        """
         keys = keys.float()
         low = keys.amin(-1, keepdim=True)
         width = (keys.amax(-1, keepdim=True) - low) / _LEVELS
@@ -95,18 +99,15 @@ def _page_scores(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
     """
     table = step.host_page_table[:, : step.max_pages].long()
     page_bytes = step.representations[_CODES][layer_id, 0].numel() * len(table)
-    blocks = table.split(max(1, _BLOCK // page_bytes), dim=1)
-    return torch.cat([_block_scores(query, layer_id, block, step) for block in blocks], -1)
-
-
-def _block_scores(query: Tensor, layer_id: int, table: Tensor, step: DecodeStep) -> Tensor:
-    """Scores of a block of host pages ``table [B, P] int64``: ``[B, Hq, P] float32``."""
-    code = step.representations[_CODES][layer_id, table]  # [B, P, S, Hkv, D / 2]
-    levels = torch.cat([code & 15, code >> 4], -1)[..., : query.shape[-1]]
-    low, width = step.representations[_RANGES][layer_id, table].float().unbind(-1)
-    grouped = query.unflatten(1, (code.shape[3], -1))
-    inner = torch.einsum("bhgd,bpshd->bhgps", grouped, levels.float())
-    offset = torch.einsum("bhgd->bhg", grouped)[..., None, None]
-    width, low = (x.permute(0, 3, 1, 2)[:, :, None] for x in (width, low))
-    logits = cap_logits(inner * width + offset * low, step.policy.logit_cap)
-    return logits.logsumexp(-1).flatten(1, 2)
+    grouped = query.unflatten(1, (step.policy.kv.num_kv_heads, -1))
+    sums = grouped.sum(-1)[..., None, None]
+    scores = []
+    for block in table.split(max(1, _BLOCK // page_bytes), dim=1):
+        code = step.representations[_CODES][layer_id, block]  # [B, P, S, Hkv, D / 2]
+        levels = torch.cat([code & 15, code >> 4], -1)[..., : query.shape[-1]]
+        low, width = step.representations[_RANGES][layer_id, block].float().unbind(-1)
+        inner = torch.einsum("bhgd,bpshd->bhgps", grouped, levels.float())
+        width, low = (x.permute(0, 3, 1, 2)[:, :, None] for x in (width, low))
+        logits = cap_logits(inner * width + sums * low, step.policy.logit_cap)
+        scores.append(logits.logsumexp(-1).flatten(1, 2))
+    return torch.cat(scores, -1)

@@ -9,20 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Counters that every engine sums on the device.
+#: Counters that every engine sums on the device. The first three are those of
+#: :attr:`hisparse.kernels.DecodeRows.counts`.
 _ON_DEVICE = (
     "hit_pages",
     "miss_pages",
+    "malformed_selections",
     "capped_selections",
     "invalid_scores",
-    "malformed_selections",
+    "away_pages",
 )
 
 
 #: Fields of :class:`CacheStats`. Pages and selections are counted over layers and rows.
 COUNTERS = {
     "hit_pages": "Pages that decode steps selected and found on the device",
-    "miss_pages": "Pages that decode steps selected and loaded from host memory",
+    "miss_pages": "Pages that decode steps selected and read from host memory",
+    "away_pages": "Of the missing pages, those that the CPU attended in host memory",
     "selected_tokens": "Tokens that decode steps attended, summed over layers and rows",
     "selections": "Selections that the algorithm made, summed over layers and rows",
     "capped_selections": "Selections of variable length that reached device_buffer_size",
@@ -55,6 +58,7 @@ class CacheStats:
     capped_selections: int
     invalid_scores: int
     malformed_selections: int
+    away_pages: int
     decode_read_bytes: int
     prefill_read_bytes: int
     written_bytes: int
@@ -75,11 +79,15 @@ class Counters:
         device: where tensors are summed.
         names: further counters on the device, those of the extensions.
         layers: L, if selected pages are counted for each layer too; 0: they are not.
+
+    Attributes:
+        selected: ``[3] int64`` on the device: hits, misses and malformed selections.
     """
 
     def __init__(self, device: torch.device, names: Iterable[str] = (), *, layers: int = 0) -> None:
         self._names = (*_ON_DEVICE, *names)
         self._totals = torch.zeros(len(self._names), dtype=torch.int64, device=device)
+        self.selected = self._totals[:3]
         pin = device.type == "cuda"
         self._published = torch.zeros(len(self._names), dtype=torch.int64, pin_memory=pin)
         self._waiting: dict[str, list[Tensor]] = {name: [] for name in self._names}
@@ -92,13 +100,11 @@ class Counters:
         """Add a tensor of numbers or bools of any shape; :meth:`publish` sums it."""
         self._waiting[name].append(values.flatten())
 
-    def count_selected(self, layer_id: int, hits: Tensor, misses: Tensor) -> None:
-        """Add the selected pages of a layer, ``[R] int32`` each: those on the device, and not."""
-        self.count("hit_pages", hits)
-        self.count("miss_pages", misses)
-        if len(self._layers):
+    def count_layer(self, layer_id: int, hits: Tensor, misses: Tensor) -> None:
+        """Add a layer's selected pages, ``[R] int32`` each: those on the device, and not."""
+        if self._published_layers.shape[0]:
             for total, pages in zip(self._layers[layer_id], (hits, misses), strict=True):
-                # As in publish.
+                # A row that diff_tables refused has -1 misses.
                 total.add_(pages.clamp(min=0).sum())
 
     def total(self, name: str) -> Tensor:
@@ -112,10 +118,9 @@ class Counters:
 
     def publish(self) -> None:
         """Start copying the device's sums to the host on the current stream, without waiting."""
-        for total, waiting in zip(self._totals, self._waiting.values(), strict=True):
+        for name, waiting in self._waiting.items():
             if waiting:
-                # A row that lru_diff refused has -1 misses.
-                total.add_(torch.cat(waiting).clamp(min=0).sum())
+                self.total(name).add_(torch.cat(waiting).sum())
                 waiting.clear()
         self._published.copy_(self._totals, non_blocking=True)
         if len(self._layers):

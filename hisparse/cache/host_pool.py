@@ -51,7 +51,7 @@ class HostKVPool:
     ) -> None:
         self.kv = kv
         self.format = format_of(kv)
-        self._ranks = ranks if self.format.replicated else None
+        self._ranks = ranks if ranks and self.format.num_shards(ranks.size) == 1 else None
         self.num_pages = num_pages
         self.layout = layout
         with near_gpu(self.num_bytes) if pin else contextlib.nullcontext():
@@ -85,15 +85,15 @@ class HostKVPool:
         return self.num_bytes // (1 if self._ranks is None else self._ranks.size)
 
     def layer(self, layer_id: int) -> PagedKV:
-        """Keys and values of one layer as stored, ``[P, Hkv, S, D]`` views."""
+        """Keys and values of one layer, ``[P, Hkv, S, D]`` views in the stored dtype."""
         return self.stored(layer_id).kv
 
     def stored(self, layer_id: int) -> StoredKV:
-        """One layer with its scales, if it has any."""
+        """Keys and values ``[P, Hkv, S, D]`` of one layer in the stored dtype, and any scales."""
         return self._layers[layer_id]
 
     def tokens(self, layer_id: int) -> PagedKV | None:
-        """One layer as ``[slots, Hkv, D]`` views, None where the layout has no such view."""
+        """One layer as ``[slots, Hkv, D]`` views, stored dtype; None where the layout has none."""
         if self.layout != "layer_first":
             return None
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in self.layer(layer_id))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from hisparse.algorithms import DecodeStep
 from hisparse.cache.device_pool import DevicePool, RowSnapshot
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.kernels import (
+    HostKeys,
     TailPages,
     TailPools,
     append_tokens,
@@ -21,26 +20,19 @@ from hisparse.kernels import (
     upload,
     verify_indices,
 )
+from hisparse.kernels.operation import new_tensors
 from hisparse.types import PagedKV, StoredKV
-
-
-def _pools(*stored: StoredKV) -> Iterator[Sequence[StoredKV]]:
-    """Keys and values of each, and then the scales of each in their place, if they have any."""
-    yield stored
-    scales = [each.scales for each in stored if each.scales is not None]
-    if len(scales) == len(stored):
-        yield [StoredKV(each, each) for each in scales]
 
 
 def write_tokens(new: StoredKV, dst: StoredKV, slots: Tensor) -> None:
     """Write tokens ``[T, H, D]`` to ``slots [T] int64`` of pages ``[P, H, S, D]``."""
-    for tokens, pages in _pools(new, dst):
+    for tokens, pages in zip(new.pools, dst.pools, strict=True):
         scatter_tokens(tokens.k, tokens.v, pages, slots)
 
 
 def read_tokens(src: StoredKV, slots: Tensor) -> StoredKV:
     """Tokens ``[T, H, D]`` at ``slots [T] int64`` of pages ``[P, H, S, D]``, on their device."""
-    kv, *scales = [gather_tokens(pages, slots) for (pages,) in _pools(src)]
+    kv, *scales = [gather_tokens(pages, slots) for pages in src.pools]
     return StoredKV(*kv, *(each for each, _ in scales))
 
 
@@ -57,9 +49,9 @@ def move_pages(
         heads: rows of a request.
     """
     gather_pages(src, src_pages, dst, dst_pages, heads=heads)
-    if src.scales is not None and dst.scales is not None:
+    for scales in zip(src.pools[1:], dst.pools[1:], strict=True):
         # A page's scales are contiguous: as one "token" they move in few, wide loads.
-        rows = (x.view(*x.shape[:2], 1, -1) for x in (src.scales, dst.scales))
+        rows = (each.k.view(*each.k.shape[:2], 1, -1) for each in scales)
         source, target = (StoredKV(x, x) for x in rows)
         gather_pages(source, src_pages, target, dst_pages, heads=heads)
 
@@ -80,7 +72,7 @@ class KVReadWrite:
         self._decode_pages = device.format.page_decoder()
 
     def write(self, layer_id: int, host_slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write new tokens through to host memory: ``host_slots [T]``, ``k, v [T, Hkv, D]``."""
+        """Write new ``k, v [T, Hkv, D]``, in the model's dtype, to ``host_slots [T] int64``."""
         self._verify(host_slots)
         write_tokens(self._host.format.encode(k, v), self._host.stored(layer_id), host_slots)
 
@@ -93,12 +85,12 @@ class KVReadWrite:
             layer_id: layer number.
             tail_slots: ``[R] int64``, device page of the row's tail times S, plus the offset in it.
             host_slots: ``[B] int64``, host page times S, plus the offset in it.
-            k, v: ``[B, Hkv, D]``.
+            k, v: ``[B, Hkv, D]`` in the model's dtype.
         """
         self._verify(host_slots)
-        new = self._host.format.encode(k, v)
-        pools = _pools(new, self._host.stored(layer_id), self._device.stored(layer_id))
-        for tokens, to_host, to_device in pools:
+        host, device = self._host.stored(layer_id).pools, self._device.stored(layer_id).pools
+        new = self._host.format.encode(k, v).pools
+        for tokens, to_host, to_device in zip(new, host, device, strict=True):
             append_tokens(tokens.k, tokens.v, to_host, host_slots, to_device, tail_slots)
 
     def write_tail(self, layer_id: int, slot: int, k: Tensor, v: Tensor) -> None:
@@ -108,12 +100,9 @@ class KVReadWrite:
         pages = self._device.tail_pages[layer_id, rows].long()
         tails = self._device.stored(layer_id).tensors
         for pages_kv, new in zip(tails, self._host.format.encode(k, v).tensors, strict=True):
-            by_head = new.transpose(0, 1)
-            if heads == 1:
-                pages_kv[pages, :, : new.shape[0]] = by_head[None]
-            else:
-                by_head = by_head.repeat_interleave(heads // new.shape[1], dim=0)
-                pages_kv[pages, :, : new.shape[0]] = by_head[:, None]
+            copies = max(1, heads // new.shape[1])
+            by_head = new.transpose(0, 1)[:, None].expand(-1, copies, -1, -1)
+            pages_kv[pages, :, : new.shape[0]] = by_head.reshape(heads, -1, *new.shape[::2])
 
     def find_tails(self, layer_id: int, step: DecodeStep) -> Tensor:
         """``[R] int32``, device page of each row's tail as of now."""
@@ -121,13 +110,15 @@ class KVReadWrite:
 
     def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
-        kv, heads = self._host.kv, self._device.heads
-        pages = step.tails(layer_id).long()
-        tails = StoredKV(*(each[pages] for each in self._device.stored(layer_id).tensors))
-        k, v = self._host.format.decode(tails)
+        heads, kv_heads = self._device.heads, self._host.kv.num_kv_heads
+        pages, stored = step.tails(layer_id), self._device.stored(layer_id).tensors
+        shapes = [((len(pages), *x.shape[1:]), x.dtype) for x in stored]
+        tails = new_tensors("tails", shapes, pages.device)
+        for pages_kv, to in zip(stored, tails, strict=True):
+            torch.index_select(pages_kv, 0, pages, out=to)
+        k, v = self._host.format.decode(StoredKV(*tails))
         if heads > 1:
-            copies = heads // kv.num_kv_heads
-            k, v = (x.unflatten(0, (-1, kv.num_kv_heads, copies))[:, :, 0, 0] for x in (k, v))
+            k, v = (x.unflatten(0, (-1, kv_heads, heads // kv_heads))[:, :, 0, 0] for x in (k, v))
         return PagedKV(k, v)
 
     def promote_tails(
@@ -142,8 +133,8 @@ class KVReadWrite:
             with_values: whether to return values too.
 
         Returns:
-            K, or K and V, of the full tail pages, each ``[B, Hkv, S, D]``; the entries of other
-            requests are undefined.
+            K, or K and V, of the full tail pages, each ``[B, Hkv, S, D]``, model's dtype; the
+            entries of other requests are undefined.
         """
         kv_format, tails = self._host.format, None
         k, v = (*kv_format.copied_parts(self._device.stored(layer_id)), None, None)[:2]
@@ -164,25 +155,17 @@ class KVReadWrite:
 
     def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
         """The tail pages, in place or decoded."""
+        pages = self._device.stored(layer_id), step.tails(layer_id)
         if self._decode_pages is not None:
-            decoded = self._decode_pages(self._device.stored(layer_id), step.tails(layer_id))
-            return TailPages(*decoded, step.rows.tail_lens)
+            pages = self._decode_pages(*pages)
+        return TailPages(*pages, step.rows.tail_lens)
 
-        def in_place(layer: int) -> TailPages:
-            return TailPages(self._device.stored(layer), step.tails(layer), step.rows.tail_lens)
-
-        return step.of_layer("tail pages", layer_id, in_place)
-
-    def host_pages(self, layer_id: int) -> PagedKV:
-        """K and V of the host pool, each ``[host pages, Hkv, S, D]``.
-
-        Raises:
-            HiSparseError: the pool stores another dtype than the model's.
-        """
-        return self._host.format.in_place(self._host.stored(layer_id))
+    def host_keys(self, layer_id: int) -> HostKeys:
+        """Keys of the host pool, as they are stored."""
+        return self._host.format.host_keys(self._host.stored(layer_id))
 
     def read_tokens(self, layer_id: int, host_slots: Tensor) -> PagedKV:
-        """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""
+        """K and V at ``host_slots [T] int64``, each ``[T, Hkv, D]`` on the device."""
         slots = upload(host_slots, self._device.device)
         return self._host.format.decode(read_tokens(self._host.stored(layer_id), slots))
 
@@ -200,8 +183,7 @@ class KVReadWrite:
         heads = self._device.heads
         now = self._device.save_rows(layer_id, before.rows, before.slot_pages.shape[1])
         tail_index = tail_index.repeat_interleave(heads)[:, None]
-        lost = now.slot_pages != before.slot_pages
-        lost |= now.device_pages != before.device_pages
+        lost = (now.slot_pages != before.slot_pages) | (now.device_pages != before.device_pages)
         wanted = torch.cat([now.slot_pages.where(lost, -1), tail_index], 1)
         table = host_page_table.repeat_interleave(heads, 0)
         source = table.gather(1, wanted.clamp(min=0).long()).where(wanted >= 0, -1)

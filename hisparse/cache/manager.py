@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+import torch
 
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
@@ -10,8 +13,29 @@ from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import KVReadWrite
 from hisparse.cache.residency import Residency, RowCapacities
 from hisparse.cache.staging import Staging
-from hisparse.cache.streams import SideStreams
+from hisparse.cache.streams import SideStreams, make_streams
 from hisparse.cache.swap_in import SwapIn
+from hisparse.config import HiSparseConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSizes:
+    """Sizes of the allocations on the device.
+
+    Attributes:
+        num_slots: request slots, including slot 0 of the padding.
+        device_pages: device pages of each layer, including tail pages.
+        min_row_pages, max_row_pages: smallest and largest capacity of a row, in device pages.
+        context_pages: pages of the longest sequence.
+        staging_pages: pages of one staging tile.
+    """
+
+    num_slots: int
+    device_pages: int
+    min_row_pages: int
+    max_row_pages: int
+    context_pages: int
+    staging_pages: int
 
 
 class SparseKVCacheManager:
@@ -23,17 +47,21 @@ class SparseKVCacheManager:
 
     Args:
         host: the whole KV cache.
-        device: the device pages and the rows' tables.
-        capacities: decides the capacity of each row, on the host.
-        staging_pages: host pages that fit one staging tile.
+        sizes: of the allocations on the device.
+        config: ``checked`` verifies selections and resident bytes in every step, which waits for
+            the device; ``overlap`` lets transfers overlap with compute.
+        device: where the device pages, the rows' tables and staging are.
+        heads: H, rows per request.
         counters: totals of hits, misses and bytes.
-        checked: verify selections and resident bytes in every step; waits for the device.
-        streams: side streams for transfers, or None if they do not overlap with compute.
+        streams: replaces the device's own side streams.
 
     Attributes:
-        host, device, counters, staging_pages, checked: as given.
+        host, counters: as given.
+        device: the device pages and the rows' tables.
+        staging_pages: host pages that fit one staging tile.
         streams: side streams, or their inline replacement.
-        overlaps: whether transfers overlap with compute.
+        aside: side streams of what nothing reads before the next forward, with overlap or without.
+        checked, overlaps: ``checked`` and ``overlap`` of the settings.
         residency: device pages of each request.
         kv_io: reads and writes of tokens.
         loader: makes pages resident.
@@ -43,29 +71,46 @@ class SparseKVCacheManager:
     def __init__(
         self,
         host: HostKVPool,
-        device: DevicePool,
-        capacities: RowCapacities,
+        sizes: PoolSizes,
+        config: HiSparseConfig,
+        device: torch.device,
         *,
-        staging_pages: int,
+        heads: int,
         counters: Counters,
-        checked: bool = False,
         streams: SideStreams | None = None,
     ) -> None:
         self.host = host
-        self.device = device
+        self.device = pool = DevicePool(
+            host.kv,
+            heads=heads,
+            num_slots=sizes.num_slots,
+            num_pages=sizes.device_pages,
+            max_row_pages=sizes.max_row_pages,
+            context_pages=sizes.context_pages,
+            device=device,
+        )
+        capacities = RowCapacities(
+            total_pages=pool.free_pages.shape[1],
+            rows_per_request=heads,
+            min_pages=sizes.min_row_pages,
+            max_pages=sizes.max_row_pages,
+            max_requests=sizes.num_slots - 1,
+            num_slots=sizes.num_slots,
+        )
         self.counters = counters
-        self.staging_pages = staging_pages
-        self.checked = checked
-        self.overlaps = streams is not None
-        self.streams = SideStreams() if streams is None else streams
-        self.residency = Residency(device, capacities, checked=checked)
-        self.kv_io = KVReadWrite(host, device, checked=checked)
+        self.staging_pages = sizes.staging_pages
+        self.checked, self.overlaps = config.checked, config.overlap
+        self.aside = make_streams(device) if streams is None else streams
+        self.streams = self.aside if self.overlaps else SideStreams()
+        self.residency = Residency(pool, capacities, checked=self.checked)
+        self.kv_io = KVReadWrite(host, pool, checked=self.checked)
         self.staging = Staging(
-            host, staging_pages, 2 if self.overlaps else 1, device.device, self.streams
+            host, sizes.staging_pages, 2 if self.overlaps else 1, device, self.streams
         )
         self.loader = SwapIn(
-            host, device, self.streams, counters, checked=checked, overlaps=self.overlaps
-        )
+            host, pool, self.streams, counters, checked=self.checked, overlaps=self.overlaps,
+            aside=self.aside,
+        )  # fmt: skip
 
     def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
         """Apply resets and capacity changes; see :meth:`Residency.start_forward`."""
@@ -75,6 +120,5 @@ class SparseKVCacheManager:
 
     def end_forward(self) -> None:
         """Let the forward stream wait for all side work."""
-        if self.overlaps:
-            self.staging.discard_next()
-            self.streams.join_all()
+        self.staging.discard_next()
+        self.aside.join_all()

@@ -28,6 +28,7 @@ class RowCapacities:
         num_slots: request slots.
 
     Attributes:
+        min_pages: see above.
         live: ``[slots] bool``, slots of the requests that have begun and not ended.
         held: ``[slots]``, device pages that each row of a slot holds as of the last :meth:`fit`.
     """
@@ -53,7 +54,7 @@ class RowCapacities:
             )
         self._rows = rows_per_request
         self._pages = total_pages // rows_per_request
-        self._min, self._max, self._max_requests = min_pages, max_pages, max_requests
+        self.min_pages, self._max, self._max_requests = min_pages, max_pages, max_requests
         self.live = np.zeros(num_slots, dtype=bool)
         # The full pages of the context, and the largest need without a new division.
         self.held, self._needs, self._covered = np.zeros((3, num_slots), dtype=np.int64)
@@ -81,13 +82,13 @@ class RowCapacities:
         """Fit capacities to the running requests; called once per forward.
 
         Args:
-            slots: ``[B]``, request slots.
+            slots: ``[B] int64``, request slots.
             needs: ``[B]``, device pages that their contexts fill.
 
         Returns:
             the slots whose number in :attr:`held` has changed; those that shrink come first.
         """
-        self._needs[slots] = needs = needs.clip(max=self._max)
+        self._needs[slots] = needs = np.minimum(needs, self._max)
         if not self._changed and (needs <= self._covered[slots]).all():
             return slots[:0]
         self._changed = False
@@ -101,7 +102,7 @@ class RowCapacities:
         """The new capacities, ``[slots]``."""
         new = np.where(self.live, self.held, 0)
         held, needs, target = new[self.live], self._needs[self.live], self._targets()
-        grows = held < np.minimum(target, needs.clip(min=self._min))
+        grows = held < np.minimum(target, needs.clip(min=self.min_pages))
         missing = held.sum() + (target - held)[grows].sum() - self._pages
         # Requests with the largest surplus shrink first.
         surplus = (held - target).clip(min=0)
@@ -114,14 +115,14 @@ class RowCapacities:
     def _targets(self) -> np.ndarray:
         """Targets of the live requests ``[n]``, in pages: the smallest rise until all are used."""
         needs, held = self._needs[self.live], self.held[self.live]
-        wanted, required = _with_headroom(needs), needs.clip(self._min, self._max)
+        wanted, required = _with_headroom(needs), needs.clip(self.min_pages, self._max)
         if required.sum() <= self._pages:
             low, high = required, wanted
         else:  # No request gets more headroom while another one lacks pages.
-            low = np.full_like(needs, self._min)
+            low = np.full_like(needs, self.min_pages)
             high = np.where(held >= needs, held.clip(max=wanted), wanted)
-        high = high.clip(self._min, self._max)
-        level, above = self._min, self._max + 1
+        high = high.clip(self.min_pages, self._max)
+        level, above = self.min_pages, self._max + 1
         while above - level > 1:
             middle = (level + above) // 2
             if np.clip(middle, low, high).sum() <= self._pages:
@@ -196,7 +197,7 @@ class Residency:
         request attends must not depend on which of its pages are resident.
 
         Args:
-            slots: ``[B]``, request slots of this forward.
+            slots: ``[B] int64``, request slots of this forward.
             host_pages: for each request ``[P] int32``, the host pages now.
         """
         if not self._replaced:
@@ -229,7 +230,7 @@ class Residency:
         """Reset the rows of new requests, and fit capacities to the running requests.
 
         Args:
-            slots: ``[B]``, request slots of this forward.
+            slots: ``[B] int64``, request slots of this forward.
             needs: ``[B]``, full pages of each context after the forward.
         """
         if self._resets:

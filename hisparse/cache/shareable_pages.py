@@ -81,8 +81,8 @@ class ShareablePages:
         Most steps only append to pages whose flag stays what it is; the host sees that.
 
         Args:
-            slots: ``[B]``, request slots.
-            seq_lens: ``[B]``, tokens of each request, the new one included.
+            slots: ``[B] int64``, request slots.
+            seq_lens: ``[B] int64``, tokens of each request, the new one included.
             host_page_table: ``[B, P] int32``.
         """
         page, offset = np.divmod(seq_lens - 1, self._size)

@@ -13,24 +13,29 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 #: A lane runs its work in the order of the starts. "read" copies from host memory to the device,
-#: "write" from the device to host memory: a link carries both directions at once.
-Lane = Literal["read", "write"]
+#: "write" from the device to host memory: a link carries both directions at once. On "host" the CPU
+#: attends pages in host memory.
+Lane = Literal["read", "write", "host"]
 
 T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """Work that has been started; this one has also ended.
+    """Work that has been started.
 
     Args:
         result: of the work.
+        wait: lets the forward stream wait for the work; None: it has ended.
     """
 
-    def __init__(self, result: T) -> None:
-        self._result = result
+    def __init__(self, result: T, wait: Callable[[], None] | None = None) -> None:
+        self._result, self._wait = result, wait
 
     def join(self) -> T:
         """Order later work of the forward stream after this work; returns the work's result."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
         return self._result
 
 
@@ -64,43 +69,28 @@ class CudaStreams(SideStreams):
         self._lanes: dict[Lane, torch.cuda.Stream] = {
             "read": torch.cuda.Stream(device),
             "write": torch.cuda.Stream(device),
+            "host": torch.cuda.Stream(device),
         }
-        self._open: list[_OnStream[Any]] = []
+        self._open: list[Pending[Any]] = []
 
     def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
         side = self._lanes[lane]
         side.wait_stream(torch.cuda.current_stream(side.device))
         with torch.cuda.stream(side):
             result = work()
-        started = _OnStream(side, work, result, self._open)
+        event = side.record_event()
+
+        def wait(_: object = work) -> None:  # Its default keeps the tensors of the work.
+            torch.cuda.current_stream(side.device).wait_event(event)
+            self._open.remove(started)
+
+        started = Pending(result, wait)
         self._open.append(started)
         return started
 
     def join_all(self) -> None:
         for started in tuple(self._open):
             started.join()
-
-
-class _OnStream(Pending[T]):
-    def __init__(
-        self,
-        side: torch.cuda.Stream,
-        work: Callable[[], T],
-        result: T,
-        still_open: list[_OnStream[Any]],
-    ) -> None:
-        super().__init__(result)
-        self._side = side
-        self._work: Callable[[], T] | None = work
-        self._event = side.record_event()
-        self._open = still_open
-
-    def join(self) -> T:
-        if self._work is not None:
-            torch.cuda.current_stream(self._side.device).wait_event(self._event)
-            self._open.remove(self)
-            self._work = None
-        return self._result
 
 
 def make_streams(device: torch.device) -> SideStreams:

@@ -29,6 +29,11 @@ class SwapIn:
         counters: counts hits and misses.
         checked: verify selections and resident bytes; waits for the device.
         overlaps: whether :meth:`swap_in` also starts the transfers of later layers.
+        aside: side streams for loads that nothing reads before the next forward.
+
+    Attributes:
+        admit: of the missing pages that a row does not wait for, the most that are loaded for later
+            steps; None: all. On a CPU none are: host and device are one memory.
     """
 
     def __init__(
@@ -40,14 +45,16 @@ class SwapIn:
         *,
         checked: bool,
         overlaps: bool,
+        aside: SideStreams,
     ) -> None:
+        self.admit = 0 if device.device.type == "cpu" else None
+        self._aside = aside
         self._host = host
         self._device = device
         self._streams = streams
         self._counters = counters
         self._checked = checked
         self._overlaps = overlaps
-        self._malformed = counters.total("malformed_selections")
 
     def swap_in(
         self,
@@ -57,9 +64,10 @@ class SwapIn:
         *,
         width: int | None = None,
         tail_below: int | None = None,
+        waits: bool = True,
         followers: Sequence[int] = (),
     ) -> DiffTables:
-        """Make the selected pages resident.
+        """Make the selected pages resident, or all that were missing by the next step.
 
         Args:
             layer_id: layer number.
@@ -67,8 +75,10 @@ class SwapIn:
             selection: the selected pages; None: every page of every request.
             width: the most pages of a request; None: those of the selection, or of the contexts.
             tail_below: the tail page is attended beside fewer pages than this; None: always.
+            waits: whether the missing pages are waited for. If not, they are away: to be attended
+                in host memory, but for those of dense requests.
             followers: later layers that share the selection. With overlap, their loads start here,
-                after that of this layer.
+                after that of this layer, if it waits.
 
         Returns:
             the device pages to attend, and what was loaded.
@@ -77,19 +87,24 @@ class SwapIn:
             check_selection(layer_id, selection, step)
 
         def load(layer: int) -> DiffTables:
-            tables = self.diff(layer, step, selection, width, tail_below, self._malformed)
-            self._gather(layer, tables, step.rows.capacity, self._host.stored(layer))
+            tables = self.diff(layer, step, selection, width, tail_below, waits)
+            missing = (layer, tables, step.rows.capacity, self._host.stored(layer))
+            if waits or step.dense is not None or step.drafts:
+                self._gather(*missing)
+            else:  # Victims hold no selected page: this layer reads neither them nor the loads.
+                self._aside.start("read", partial(self._gather, *missing))
             return tables
 
         early: dict[int, Pending[DiffTables]] = step.cache.early
         tables = early.pop(layer_id).join() if layer_id in early else load(layer_id)
-        for later in followers if self._overlaps else ():
+        for later in followers if self._overlaps and waits else ():
             early[later] = self._streams.start("read", partial(load, later))
-        self._counters.count_selected(layer_id, tables.num_hits, tables.num_misses)
+        self._counters.count_layer(layer_id, tables.num_hits, tables.num_misses)
+        if tables.away is not None:
+            self._counters.count("away_pages", tables.away)
         if self._checked:
-            pages = tables.attended[:, :-1]
-            attended = selection or step.every_page(pages.shape[1])
-            check_resident(layer_id, attended, pages, step, self._host, self._device)
+            attended = selection or step.every_page(tables.loads.shape[1])
+            check_resident(layer_id, attended, tables, step, self._host, self._device)
         return tables
 
     def diff(
@@ -99,31 +114,29 @@ class SwapIn:
         selection: Selection | None,
         width: int | None = None,
         tail_below: int | None = None,
-        malformed: Tensor | None = None,
+        waits: bool = True,
     ) -> DiffTables:
         """Find the missing pages, and change the rows' tables as if they were loaded.
 
         Args:
-            layer_id, step, selection, width, tail_below: as in :meth:`swap_in`.
-            malformed: ``[1] int64``, counts malformed selections, or None to count none.
+            layer_id, step, selection, width, tail_below, waits: as in :meth:`swap_in`.
         """
-
-        def rows(layer: int) -> DecodeRows:
-            return step.rows._replace(tail_pages=step.tails(layer), malformed=malformed)
-
-        # Verification counts none, and calls this outside of a layer: it shares no rows.
-        shares_rows = malformed is not None
         if selection is None and width is None:
             # A context that fits has at most as many pages as the largest row.
             width = max(1, min(step.max_pages, self._device.max_row_pages))
+        wait_below = None
+        if not waits:
+            wait_below = step.cache.once("wait below", lambda: torch.zeros_like(step.num_pages))
         return diff_tables(
             None if selection is None else selection.pages.flatten(0, 1),
             None if selection is None else selection.lengths.flatten(),
-            step.of_layer("step rows", layer_id, rows) if shares_rows else rows(layer_id),
+            step.rows._replace(tail_pages=step.tails(layer_id)),
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
             width=width,
             tail_below=tail_below,
+            wait_below=wait_below,
+            admit=self.admit,
         )
 
     def _gather(
@@ -185,6 +198,7 @@ def check_selection(layer_id: int, selection: Selection, step: DecodeStep) -> No
     ascending = torch.ones_like(used)
     ascending[..., 1:] = (pages[..., 1:] > pages[..., :-1]) | ~used[..., 1:]
     good = torch.where(used, in_range & ascending, pages == -1)
+    good &= (lengths <= pages.shape[-1])[..., None]
     if not bool(good.all()):
         request, head, _ = (~good).nonzero()[0].tolist()
         got = shorten(pages[request, head].tolist())
@@ -198,17 +212,17 @@ def check_selection(layer_id: int, selection: Selection, step: DecodeStep) -> No
 def check_resident(
     layer_id: int,
     selection: Selection,
-    table: Tensor,
+    tables: DiffTables,
     step: DecodeStep,
     host: HostKVPool,
     device: DevicePool,
 ) -> None:
-    """Check that each selected page has the same bytes on the device and in host memory.
+    """Check that each attended page has the same bytes on the device and in host memory.
 
     Args:
         layer_id: layer number.
         selection: the selected pages.
-        table: ``[R, K] int32``, the device page of each selected page.
+        tables: the device page of each selected page that is not away.
         step: the requests that attend.
         host, device: the two pools.
 
@@ -217,10 +231,15 @@ def check_resident(
     """
     heads = step.policy.heads
     host_kv, device_kv = host.stored(layer_id), device.stored(layer_id)
-    pages = selection.pages.reshape(table.shape)
+    pages, table, away = selection.pages.flatten(0, 1), tables.attended, tables.away
+    left_out = [0] * len(table)
     for row, entry in (pages >= 0).nonzero().tolist():
         page = int(pages[row, entry])
         host_page = int(step.host_page_table[row // heads, page])
+        if away is not None and host_page in tables.load_host_pages[row, : away[row]]:
+            left_out[row] += 1
+            continue
+        entry -= left_out[row]
         head = slice(None) if heads == 1 else [row % heads * host.kv.num_kv_heads // heads]
         on_device = (x[int(table[row, entry])].to("cpu") for x in device_kv.tensors)
         on_host = (x[host_page, head] for x in host_kv.tensors)

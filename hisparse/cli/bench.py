@@ -15,11 +15,13 @@ from hisparse.cli.terminal import (
     Values,
     add_command,
     add_flag,
+    integer,
     names,
     number,
     numbers,
     progress_bar,
     ratio,
+    string,
     without_sglang_warnings,
 )
 from hisparse_bench.decode import DecodeBench
@@ -28,11 +30,11 @@ from hisparse_bench.load.options import LoadOptions, read_recipe
 from hisparse_bench.options import Options, device_of, dtype_of, flags_of
 from hisparse_bench.overlap import PrefillBench, StepBench
 from hisparse_bench.report import Report
-from hisparse_bench.residency import LruDiffBench, SwapInBench, TransferBench
+from hisparse_bench.residency import DiffTablesBench, SwapInBench, TransferBench
 
 #: Benchmarks of kernels and of parts of a step; the fields of a class are its flags.
 _BENCHES: Final[dict[str, tuple[type[Any], str]]] = {
-    "lru-diff": (LruDiffBench, "find hits, choose victims and list the pages to load"),
+    "diff-tables": (DiffTablesBench, "find hits, choose victims, list pages to attend and to load"),
     "transfer": (TransferBench, "gather scattered pages from a large host pool"),
     "swap-in": (SwapInBench, "bring the missing pages of a selection to the device"),
     "decode": (DecodeBench, "attention of one layer, with selection and swap-in"),
@@ -44,17 +46,15 @@ _BENCHES: Final[dict[str, tuple[type[Any], str]]] = {
     ),
 }
 #: How the values of a flag are read, by the type of the field that it sets.
-_KINDS: Final[dict[Any, Any]] = {
+_KINDS: Final[dict[Any, Values]] = {
     int: number,
     float: ratio,
-    torch.dtype: str,
     tuple[int, ...]: numbers,
     tuple[float, ...]: Values(
         float, "rates above 0, such as 0.5,1,2", "X", lambda x: 0 < x < float("inf")
     ),
     tuple[str, ...]: names,
 }
-_TEXT = Values(str, "a text", "VALUE", several=False)
 
 
 def add_parser(commands: Any) -> None:
@@ -68,10 +68,10 @@ def add_parser(commands: Any) -> None:
         each = add_command(benches, name, text, functools.partial(_run, name, bench))
         for flag, hint, default, meaning in flags_of(bench):
             shown = "float32" if hint is torch.dtype else default
-            add_flag(each, f"--{flag}", _KINDS.get(hint, str), meaning, shown)
-        add_flag(each, "--device", str, "cpu or cuda", "cpu")
+            add_flag(each, f"--{flag}", _KINDS.get(hint, string), meaning, shown)
+        add_flag(each, "--device", string, "cpu or cuda", "cpu")
         add_flag(each, "--steps", number, "timed steps", 60)
-        add_flag(each, "--seed", int, "seed of the inputs", 0)
+        add_flag(each, "--seed", integer, "seed of the inputs", 0)
 
 
 def _run(name: str, bench: type[Any], arguments: argparse.Namespace) -> int:
@@ -104,7 +104,7 @@ def _add_serve(benches: Any) -> None:
     parser = add_command(benches, "serve", text, _run_serve)
     load = parser.add_argument_group("load")
     for flag, hint, default, meaning in flags_of(LoadOptions):
-        kind = _KINDS.get(hint, _TEXT)
+        kind = _KINDS.get(hint, string)
         if hint is not bool:
             add_flag(load, f"--{flag}", kind, meaning, default, suppress=True)
     load.add_argument(
@@ -115,7 +115,7 @@ def _add_serve(benches: Any) -> None:
         help="do not compare with dense decoding, which takes most of a short run; no ratios then",
     )
     text = "a recipe; flags beside it replace its values"
-    add_flag(parser, "--recipe", str, text, metavar="NAME|FILE")
+    add_flag(parser, "--recipe", string, text, metavar="NAME|FILE")
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,22 +28,20 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--arch: got {arch!r}, expected names such as sm_80, sm_90, sm_100")
     start = time.perf_counter()
     built = build_all(arguments.arch)
-    failed = {name: why for name, why in built.items() if not isinstance(why, Path)}
     libraries = [
         {
             "name": name,
-            "status": "error" if name in failed else "ok",
-            "path": None if name in failed else str(what),
-            "message": failed.get(name, ""),
+            "status": "error" if why_not else "ok",
+            "path": None if why_not else str(path),
+            "message": why_not,
         }
-        for name, what in built.items()
+        for name, (path, why_not) in built.items()
     ]
 
     def show(console: Console) -> None:
-        for name, what in built.items():
-            line = f"{name}: {'not built: ' if name in failed else ''}{what}"
-            console.print(line, soft_wrap=True)
+        for name, (path, why_not) in built.items():
+            console.print(f"{name}: {f'not built: {why_not}' if why_not else path}", soft_wrap=True)
 
     seconds = round(time.perf_counter() - start, 1)
     print_result(arguments, {"command": "build", "seconds": seconds, "libraries": libraries}, show)
-    return 1 if failed else 0
+    return 1 if any(x.why_not for x in built.values()) else 0

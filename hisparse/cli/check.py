@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from hisparse.cli.terminal import (
     print_paragraph,
     print_result,
     progress_bar,
+    string,
 )
 from hisparse.errors import ConfigError, one_line
 from hisparse.options import from_options, parse_object
@@ -41,7 +43,7 @@ def add_parser(commands: Any) -> None:
         "of a registered algorithm",
     )
     text = "the options of the algorithm, such as '{\"beta\": 2.0}'"
-    add_flag(parser, "--options", str, text, "{}", metavar="JSON")
+    add_flag(parser, "--options", string, text, "{}", metavar="JSON")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -53,22 +55,26 @@ def _run(arguments: argparse.Namespace) -> int:
 
     try:
         make()
-    except Exception as error:
-        results = report_class(cls)
-        if not results and isinstance(error, ConfigError):
+    except ConfigError:
+        if not (results := report_class(cls)):
             raise
-        if not results:
+    except Exception as error:
+        if not (results := report_class(cls)):
             raise ConfigError(
-                f"{arguments.algorithm}: cannot make an instance: {one_line(error)}"
+                f"{arguments.algorithm}: cannot make an instance: {one_line(error)}; "
+                "expected a class that --options can fill"
             ) from error
     else:
         results = _run_checks(make)
     passed = all(result.status == "passed" for result in results)
-    print_result(
-        arguments,
-        _as_json(arguments.algorithm, options, results, passed),
-        lambda console: _print(console, arguments.algorithm, results),
-    )
+    found = {
+        "command": "check",
+        "algorithm": arguments.algorithm,
+        "options": options,
+        "passed": passed,
+        "checks": [asdict(result) | {"message": result.message} for result in results],
+    }
+    print_result(arguments, found, lambda console: _print(console, arguments.algorithm, results))
     return 0 if passed else 1
 
 
@@ -99,35 +105,16 @@ def _load(name: str) -> type[BaseSparseAlgorithm]:
             "MODULE:CLASS, such as my_module:MyAlgorithm"
         ) from None
     except Exception as error:
-        raise ConfigError(f"{name}: cannot import {module_name}: {one_line(error)}") from error
+        raise ConfigError(
+            f"{name}: cannot import {module_name}: {one_line(error)}; expected a module of the "
+            "current folder or of an installed package"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, BaseSparseAlgorithm)):
         raise ConfigError(
             f"{name}: got {found!r}, expected a class that extends PageScoreAlgorithm or "
             "BaseSparseAlgorithm"
         )
     return found
-
-
-def _as_json(
-    name: str, options: dict[str, Any], results: Sequence[CheckResult], passed: bool
-) -> dict[str, Any]:
-    return {
-        "command": "check",
-        "algorithm": name,
-        "options": options,
-        "passed": passed,
-        "checks": [
-            {
-                "name": result.check,
-                "status": result.status,
-                "cases": result.num_cases,
-                "message": result.message,
-                "findings": list(result.findings) if result.status == "failed" else [],
-                "case": result.case,
-            }
-            for result in results
-        ],
-    }
 
 
 def _print(console: Console, name: str, results: Sequence[CheckResult]) -> None:
@@ -142,14 +129,14 @@ def _print(console: Console, name: str, results: Sequence[CheckResult]) -> None:
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for check, result in zip(CHECKS, results, strict=True):
         status = Text(result.status, style=_STYLES.get(result.status, "yellow"))
-        table.add_row(check.name, status, str(result.num_cases), check.description)
+        table.add_row(check.name, status, str(result.cases), check.description)
     console.print(table)
     _print_findings(console, failed)
 
 
 def _print_findings(console: Console, results: Sequence[CheckResult]) -> None:
     for result in results:
-        console.print(f"{result.check}:")
+        console.print(f"{result.name}:")
         for finding in result.findings:
             print_paragraph(console, finding, indent="  - ")
         if result.case:

@@ -16,23 +16,24 @@ from rich.text import Text
 from hisparse.cli.terminal import (
     add_command,
     add_flag,
+    file,
     make_table,
     model,
     names,
     number,
     numbers,
-    print_figures,
     print_paragraph,
     print_result,
     progress_bar,
     require,
+    string,
 )
 from hisparse.config import HiSparseConfig
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError
 from hisparse.eval import TASKS, Evaluation, Method, make_cells, make_summary, parse_methods
 from hisparse.eval.models import MODELS, load, resolve
-from hisparse.eval.tables import make_tables, read_result
+from hisparse.eval.tables import make_tables
 from hisparse.options import read_text
 
 #: The ceiling, the default and the floor.
@@ -50,30 +51,26 @@ def add_parser(commands: Any) -> None:
     add("--algorithm", names, "algorithms", _ALGORITHMS)
     add("--budget", numbers, "tokens attended per step", [256])
     text = "a whole --hisparse-config, as JSON or @FILE; may be given more than once"
-    add("--config", str, text, metavar="JSON", **repeated)
-    add("--dtype", str, "dtype of the model; auto is its own", "auto", choices=_DTYPES)
+    add("--config", string, text, metavar="JSON", **repeated)
+    add("--dtype", string, "dtype of the model; auto is its own", "auto", choices=_DTYPES)
     add("--context", numbers, "tokens of a document", [4096])
     add("--seeds", number, "documents of each text and length", 1)
     text = "read documents from this file instead of the built-in texts; may be repeated"
-    add("--text", Path, text, **repeated)
+    add("--text", file, text, **repeated)
     add("--tasks", names, "only these of the built-in tasks, or tasks of lm-eval instead")
     add("--limit", number, "documents of each task of lm-eval (all)")
     text = "where records are kept; an interrupted run continues from them"
-    add("--out", Path, text, Path("hisparse-eval"), metavar="FOLDER")
-    text = "evaluate nothing: print the tables of the output of earlier runs with --json"
-    add("--from", Path, text, dest="saved", metavar="RESULT.json", **repeated)
+    add("--out", file, text, Path("hisparse-eval"), metavar="FOLDER")
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.saved:
-        return _print_saved(arguments)
     methods = parse_methods(arguments.algorithm, arguments.budget, arguments.config)
     tasks = arguments.tasks or TASKS
     if others := [name for name in tasks if name not in TASKS]:
         if len(others) < len(tasks):
             raise ConfigError(
-                f"--tasks: got {', '.join(tasks)}, expected some of {', '.join(TASKS)}, or names "
-                "of lm-eval alone"
+                f"--tasks: got {', '.join(tasks)}, expected some of {', '.join(TASKS)}, or only "
+                "names of lm-eval"
             )
         return _run_tasks(arguments, methods)
     if arguments.limit is not None:
@@ -137,11 +134,12 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
 
 def _print_scores(console: Console, scores: Sequence[dict[str, Any]]) -> None:
     figures = ("budget", "score", "stderr", "n", "selections")
-    heads = ("method", "budget", "task", "metric", "score", "stderr", "n", "selections")
+    heads = {"method": "", "budget": "", "task": "", "metric": "", "score": ".4g", "stderr": ".4g"}
+    heads |= {"n": "", "selections": ""}
     table = make_table(*heads, right=figures)
     for line in scores:
-        shown = ("-" if line[head] is None else line[head] for head in heads)
-        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in shown))
+        cells = ((line[head], form) for head, form in heads.items())
+        table.add_row(*("-" if value is None else format(value, form) for value, form in cells))
     console.print(table)
 
 
@@ -155,18 +153,6 @@ def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
         "model_source": MODELS[arguments.model].source if arguments.model in MODELS else None,
         "context": arguments.context,
     }
-
-
-def _print_saved(arguments: argparse.Namespace) -> int:
-    """Print the JSON output of earlier runs as tables."""
-    if arguments.json:
-        raise ConfigError("--from: got --json, expected files alone, which are printed as tables")
-    console = Console(highlight=False)
-    for result in map(read_result, arguments.saved):
-        about = (result["line"], result["date"], f"commit {result['commit']}", result["machine"])
-        console.print(f"\n{result['model']}: {', '.join(about)}", markup=False, soft_wrap=True)
-        _print_tables(console, result)
-    return 0
 
 
 def _check_different(flag: str, names: Sequence[object]) -> None:
@@ -190,12 +176,10 @@ def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
 
 
 def _print_tables(console: Console, result: dict[str, Any]) -> None:
-    for table in make_tables(result):
-        console.print(f"\n[bold]{table.title}[/bold]")
-        # What is in brackets does not rank methods.
-        rows = [
-            [Text(cell.strip("[]"), style="dim" if cell.startswith("[") else "") for cell in row]
-            for row in table.rows
-        ]
-        print_figures(console, table.heads, rows)
-        print_paragraph(console, table.note)
+    for title, note, heads, rows in make_tables(result):
+        table = make_table(*heads, right=heads[1:], title=title)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        print_paragraph(console, note)
+        console.print()

@@ -23,6 +23,7 @@ from hisparse.cli.terminal import (
     print_result,
     ratios,
     require,
+    string,
 )
 from hisparse.errors import ConfigError
 from hisparse.plan import rows
@@ -45,14 +46,15 @@ def add_parser(commands: Any) -> None:
     add("--algorithm", names, "algorithms, by name", [])
     add("--budget", numbers, "tokens attended per step", [])
     text = "a whole --hisparse-config, as JSON or @FILE; may be given more than once"
-    add("--config", str, text, [], action="append", metavar="JSON")
-    add("--device-memory", str, "memory of one GPU, such as 141GiB (this GPU's)", metavar="SIZE")
-    add("--host-memory", str, "free host memory, such as 1TiB (free here)", metavar="SIZE")
-    add("--weights", str, "size of the weights (computed from the configuration)", metavar="SIZE")
+    add("--config", string, text, [], action="append", metavar="JSON")
+    add("--device-memory", string, "memory of one GPU, such as 141GiB (this GPU's)", metavar="SIZE")
+    add("--host-memory", string, "free host memory, such as 1TiB (free here)", metavar="SIZE")
+    text = "size of the weights (computed from the configuration)"
+    add("--weights", string, text, metavar="SIZE")
     add("--tp", number, "GPUs that divide a layer, on one node", 1)
     add("--pp", number, "parts that divide the layers, each --tp", 1)
     add("--dp", number, "replicas, all on that node", 1)
-    add("--gpu", str, f"GPU of the time estimate: {', '.join(GPUS)}", "h100")
+    add("--gpu", string, f"GPU of the time estimate: {', '.join(GPUS)}", "h100")
     add("--batch", numbers, "requests that run at once, in the estimate", [1, 8])
     text = "fractions of the selected pages that are on the device"
     add("--hit-ratio", ratios, text, [0.85, 0.95, 1.0])
@@ -91,14 +93,11 @@ def _print(console: Console, found: list[dict[str, Any]], machine: Machine) -> N
     for row in found:
         ours = row["hisparse"]
         settings = (row["algorithm"], f"{row['budget']:,}", f"{row['context']:,}")
-        dense, limit = f"{row['dense']['max_requests']:,}", (ours["limit"] or "").split("_")[0]
+        dense, limit = f"{row['dense']['max_requests']:,}", ours["limit"].split("_")[0]
         if ours["message"]:
             if ours["message"] not in notes:
                 notes.append(ours["message"])
-            limit = f"{limit} [{notes.index(ours['message']) + 1}]".strip()
-        if ours["limit"] is None:
-            table.add_row(*settings, dense, "-", "-", "-", Text(limit))
-            continue
+            limit = f"{limit} [{notes.index(ours['message']) + 1}]"
         sizes = (ours["device_bytes_per_request"], ours["host_bytes_per_request"])
         count = f"{ours['max_requests']:,}"
         table.add_row(*settings, dense, count, *map(format_bytes, sizes), Text(limit))

@@ -17,6 +17,7 @@ from hisparse.cli.terminal import (
     make_table,
     print_paragraph,
     print_result,
+    string,
 )
 from hisparse.errors import ConfigError, quoted
 from hisparse.units import format_bytes, parse_memory
@@ -45,11 +46,11 @@ def add_parser(commands: Any) -> None:
         parsers[name] = add_command(actions, name, text, run)
         parsers[name].add_argument("path", type=Path, metavar="PATH", help="folder of the store")
     text = "the size, such as 100GiB (no limit)"
-    add_flag(parsers["gc"], "--size", str, text, metavar="SIZE")
+    add_flag(parsers["gc"], "--size", string, text, metavar="SIZE")
     which = parsers["rm"].add_mutually_exclusive_group(required=True)
     which.add_argument("--all", action="store_true", help="every page")
     text = "pages of one namespace: its key, or the beginning that ls prints"
-    add_flag(which, "--namespace", str, text, metavar="KEY")
+    add_flag(which, "--namespace", string, text, metavar="KEY")
     add_flag(which, "--unused-days", _DAYS, "pages that nobody wrote or read for so many days")
 
 
@@ -107,9 +108,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    size = None if arguments.size is None else parse_memory("--size", arguments.size)
-    if isinstance(size, float):
-        raise ConfigError(f"--size: got {quoted(arguments.size)}, expected a size such as 100GiB")
+    size = None if arguments.size is None else int(parse_memory("--size", arguments.size))
     with _open(arguments) as store:
         store.collect(size)
         return _report_removal(arguments, store, "evicted", store.counters["evicted"])

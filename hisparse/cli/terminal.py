@@ -17,14 +17,11 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
 from hisparse.errors import ConfigError
 
 #: Characters of a message, which may quote what was given.
 _MOST: Final = 1000
-#: Columns that labels get in :func:`print_figures` if not all of them fit beside the figures.
-_LABEL_WIDTH: Final = 12
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -56,6 +53,15 @@ class Values:
     fits: Callable[[Any], bool] = lambda _: True
     several: bool = True
 
+    @property
+    def shown(self) -> str:
+        """The values in ``--help``: ``"N"`` or ``"N[,N]"``."""
+        return f"{self.metavar}[,{self.metavar}]" if self.several else self.metavar
+
+    def text(self, value: Any) -> str:
+        """A value as it is written: ``[256, 512]`` -> ``"256,512"``."""
+        return ",".join(map(str, value)) if self.several else str(value)
+
     def __call__(self, text: str) -> Any:
         """Read the text of a flag: ``"256,512"`` -> ``[256, 512]``."""
         try:
@@ -67,24 +73,22 @@ class Values:
         return found if self.several else found[0]
 
 
-def names(text: str) -> list[str]:
-    """``"quest,sketch"`` -> ``["quest", "sketch"]``."""
-    return [name for name in text.split(",") if name]
-
-
+string = Values(str, "a text", "VALUE", several=False)
+names = Values(str, "names, such as quest or quest,sketch", "NAME", bool)
+file = Values(Path, "a file", "FILE", several=False)
+integer = Values(int, "a number", "N", several=False)
 number = Values(int, "a number of at least 1", "N", lambda x: x >= 1, several=False)
 numbers = Values(int, "numbers of at least 1, such as 4096 or 256,512", "N", lambda x: x >= 1)
 ratio = Values(float, "a fraction from 0 to 1", "F", lambda x: 0 <= x <= 1, several=False)
 ratios = Values(float, "fractions from 0 to 1, such as 0.9 or 0.85,1", "F", lambda x: 0 <= x <= 1)
 model = Values(str, "a model", "PATH|HUB_ID|NAME", several=False)
-_METAVARS: Final[Mapping[Any, str]] = {int: "N", float: "X", Path: "FILE", names: "NAME[,NAME]"}
 
 
 def add_flag(
     parser: Any,
     flag: str,
-    kind: Any,
-    text: str,
+    kind: Values,
+    meaning: str,
     default: Any = None,
     *,
     suppress: bool = False,
@@ -95,23 +99,19 @@ def add_flag(
     Args:
         parser: a parser or a group.
         flag: such as "--budget".
-        kind: :class:`Values`, or another function that reads a text.
-        text: help.
+        kind: of its values.
+        meaning: help.
         default: value without the flag.
         suppress: whether arguments have no such value without the flag; the help has the default.
         options: of ``add_argument``.
     """
-    if isinstance(kind, Values):
-        one = kind.metavar
-        options.setdefault("metavar", f"{one}[,{one}]" if kind.several else one)
-    elif "choices" not in options:
-        options.setdefault("metavar", _METAVARS.get(kind, "NAME"))
+    if "choices" not in options:
+        options.setdefault("metavar", kind.shown)
     if default not in (None, "", [], ()):
-        shown = ",".join(map(str, default)) if isinstance(default, list | tuple) else default
-        text = f"{text} ({shown})"
+        meaning = f"{meaning} ({kind.text(default)})"
     if suppress:
         default = argparse.SUPPRESS
-    parser.add_argument(flag, type=kind, default=default, help=text, **options)
+    parser.add_argument(flag, type=kind, default=default, help=meaning, **options)
 
 
 def add_command(
@@ -177,30 +177,6 @@ def print_paragraph(console: Console, text: str, indent: str = "", hanging: int 
         break_on_hyphens=False,
     )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-
-
-def print_figures(console: Console, heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
-    """Rows of a label and figures; a label that is too long gets a separate line.
-
-    Args:
-        console: where.
-        heads: of the columns.
-        rows: as many cells as ``heads``; the first is the label.
-    """
-    lines = [[Text(head, style="bold") for head in heads], *rows]
-    widths = [max(line[i].cell_len for line in lines) for i in range(1, len(heads))]
-    space = console.width - sum(widths) - 2 * len(widths)
-    longest = max(line[0].cell_len for line in lines)
-    label_width = longest if longest <= space else max(min(space, _LABEL_WIDTH), 0)
-    for label, *figures in lines:
-        line = Text(" " * label_width)
-        if label.cell_len <= label_width:
-            line = label + Text(" " * (label_width - label.cell_len))
-        else:
-            console.print(label, soft_wrap=True)
-        for figure, width in zip(figures, widths, strict=True):
-            line += Text(" " * (2 + width - figure.cell_len)) + figure
-        console.print(line, soft_wrap=True)
 
 
 def require(package: str, user: str, install: str) -> None:

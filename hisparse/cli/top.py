@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from hisparse.cli.terminal import add_command, add_flag, make_table, require
+from hisparse.cli.terminal import add_command, add_flag, make_table, require, string
 from hisparse.errors import ConfigError, one_line, quoted
 from hisparse.units import format_bytes, parse_seconds
 
@@ -40,6 +40,11 @@ _LATENCIES = ("time_to_first_token", "request_time_per_output_token", "e2e_reque
 #: Memory of hisparse, in bytes.
 _PARTS = tuple(f"host_{x}" for x in ("kv", "representation"))
 _PARTS += tuple(f"device_{x}" for x in ("kv", "representation", "table"))
+#: Fields of :func:`view` with a line for each of their values.
+_GROUPS = (
+    *("requests", "hit_ratio", "hit_ratio_by_layer"),
+    *("per_second", "latency_s", "bytes", "faults"),
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -48,7 +53,7 @@ def add_parser(commands: Any) -> None:
     parser = add_command(commands, "top", text, _run)
     parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:30000")
     text = "time between two readings, which rates and latency are taken over"
-    add_flag(parser, "--interval", str, text, "2s", metavar="TIME")
+    add_flag(parser, "--interval", string, text, "2s", metavar="TIME")
     parser.add_argument("--once", action="store_true", help="print one table and end")
 
 
@@ -92,9 +97,8 @@ def _table(found: dict[str, Any]) -> Table:
             share = tokens["used"] / tokens["total"]
             now = f"{tokens['used']:,.0f} of {tokens['total']:,.0f} ({share:.0%})"
             table.add_row(f"tokens {place}", now)
-    groups = {k: v for k, v in found.items() if isinstance(v, dict) and k != "tokens"}
-    for group, values in groups.items():
-        for name, value in values.items():
+    for group in _GROUPS:
+        for name, value in found[group].items():
             if value or (value == 0 and group != "faults"):
                 label = f"{group.removesuffix('_s')} {name}".replace("_", " ")
                 table.add_row(label, _format(group, name, value))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hisparse.cache.allocate import memlock_limit, zeros
 from hisparse.cache.numa import free_bytes
 from hisparse.config import HiSparseConfig
+from hisparse.doctor import provenance
 from hisparse.errors import CapacityError, one_line
 from hisparse.memory.host import free_host_memory
 from hisparse.sglang import install
@@ -39,21 +39,10 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-#: Packages, and what each is needed for.
-_OPTIONAL = (
-    ("transformers", "eval, plan, HiSparseCache"),
-    ("apache-tvm-ffi", "compiled kernels"),
-    ("triton", "Triton kernels"),
-    ("flashinfer-python", "adapter flashinfer"),
-    ("flash-attn", "adapter flash_attention without SGLang's own"),
-    ("lm_eval", "tasks of lm-evaluation-harness"),
-    ("prometheus-client", "metrics"),
-)
-
-
-def python() -> Finding:
-    """The interpreter."""
-    return Finding("ok", f"{platform.python_version()}, {sys.executable}")
+def packages() -> Finding:
+    """The interpreter, and the packages that are used where they are installed."""
+    found = ", ".join(f"{name} {version}" for name, version in provenance.versions().items())
+    return Finding("ok", f"{found}; {sys.executable}")
 
 
 def torch_version() -> Finding:
@@ -102,18 +91,6 @@ def plugin_visible() -> Finding:
         message = f"SGLANG_PLUGINS is {allowed!r}, which excludes hisparse"
         return Finding("error", message, f"export SGLANG_PLUGINS={allowed},hisparse, or unset it")
     return Finding("ok", f"entry point {found[0].value}")
-
-
-def optional_packages() -> Finding:
-    """Packages that only parts of hisparse need."""
-    found, absent = [], []
-    for name, use in _OPTIONAL:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            absent.append(f"{name} ({use})")
-    message = "; ".join((", ".join(found) or "none", f"without {', '.join(absent) or 'none'}"))
-    return Finding("ok", message)
 
 
 _TIMEOUT_S = 120
@@ -299,7 +276,7 @@ def _missing(adapter: type) -> str | None:
 
 
 _CHECKS: dict[str, Callable[[], Finding]] = {
-    "python": python,
+    "packages": packages,
     "torch": torch_version,
     "sglang": sglang_version,
     "plugin": plugin_visible,
@@ -312,7 +289,6 @@ _CHECKS: dict[str, Callable[[], Finding]] = {
     "CUDA kernels": cuda_kernels,
     "Triton kernels": triton_kernels,
     "adapters": adapters,
-    "optional packages": optional_packages,
 }
 
 

@@ -10,7 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("hisparse", "sglang", "torch", "transformers", "numpy")
+_PACKAGES = (
+    *("hisparse", "sglang", "torch", "transformers", "numpy", "apache-tvm-ffi", "triton"),
+    *("flashinfer-python", "flash-attn", "lm_eval", "prometheus-client"),
+)
 
 
 def origin() -> dict[str, Any]:

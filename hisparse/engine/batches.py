@@ -84,6 +84,7 @@ class DecodeBatch:
             each request may have. None: there is no padding.
         last: ``[B] bool``, the last token of each request, or None if each has one token.
         follows: whether an earlier step of the forward may have filled tail pages.
+        drafts: whether requests may have several tokens in the batch or in the forward.
     """
 
     slots: Tensor
@@ -95,6 +96,7 @@ class DecodeBatch:
     num_real: Tensor | None = None
     last: np.ndarray | None = None
     follows: bool = False
+    drafts: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -212,8 +214,10 @@ class DecodeBatch:
                 num_pages=(position // size).to(torch.int32),
                 tail_pages=device.tail_pages[:, rows],
                 tail_lens=tail_lens.repeat_interleave(heads),
+                counts=engine.manager.counters.selected,
             ),
             follows=self.follows,
+            drafts=self.drafts,
             captured=self.num_real is not None,
         )
 

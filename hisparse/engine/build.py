@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hisparse.adapters import ADAPTERS, BackendAdapter, ChosenAdapter, TableLimits, choose_adapter
+from hisparse.adapters import ADAPTERS, BackendAdapter, ChosenAdapter, choose_adapter
 from hisparse.algorithms import (
     BaseSparseAlgorithm,
     Representation,
     SelectionPolicy,
     build_algorithm,
 )
-from hisparse.cache import Counters, DevicePool, HostKVPool, RowCapacities, SparseKVCacheManager
+from hisparse.cache import Counters, HostKVPool, PoolSizes, SparseKVCacheManager
 from hisparse.cache.formats import format_of
-from hisparse.cache.streams import SideStreams, make_streams
+from hisparse.cache.streams import SideStreams
 from hisparse.config import EXTENSIONS, HiSparseConfig, Resolved
 from hisparse.engine.capabilities import (
     check_capabilities,
@@ -33,7 +33,6 @@ from hisparse.engine.representations import Representations
 from hisparse.errors import AlgorithmError
 from hisparse.memory import sizing as sizing_formula
 from hisparse.memory.costs import (
-    ExtraTables,
     Resources,
     make_sizing_request,
     tile_pages,
@@ -63,26 +62,6 @@ class EngineSetup:
     policy: SelectionPolicy
     adapter: ChosenAdapter
     sizing: Sizing
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolSizes:
-    """Sizes of the allocations on the device.
-
-    Attributes:
-        num_slots: request slots, including slot 0 of the padding.
-        device_pages: device pages of each layer, including tail pages.
-        min_row_pages, max_row_pages: smallest and largest capacity of a row, in device pages.
-        context_pages: pages of the longest sequence.
-        staging_pages: pages of one staging tile.
-    """
-
-    num_slots: int
-    device_pages: int
-    min_row_pages: int
-    max_row_pages: int
-    context_pages: int
-    staging_pages: int
 
 
 def make_policy(
@@ -151,20 +130,6 @@ def choose_selection(
     return algorithm, policy, kept_tensors(config, algorithm, policy)
 
 
-def _extra_tables(config: HiSparseConfig, policy: SelectionPolicy) -> ExtraTables:
-    """The tables that extensions attend over."""
-
-    def tables(max_requests: int, context_pages: int) -> Sequence[TableLimits]:
-        limits = {"max_requests": max_requests, "context_pages": context_pages}
-        return [
-            table
-            for name in config.extensions
-            for table in EXTENSIONS.get(name).attended_tables(policy, **limits)
-        ]
-
-    return tables
-
-
 def resolve(
     config: HiSparseConfig,
     spec: KVSpec,
@@ -195,7 +160,7 @@ def resolve(
         spec,
         policy.scope,
         config.adapter,
-        scaled=spec.kv_cache_dtype if format_of(spec).num_scales else None,
+        scaled=format_of(spec).scaled_name(spec.kv_cache_dtype),
         device=resources.device,
         rules=policy.layer_rules,
     )
@@ -209,7 +174,6 @@ def resolve(
             algorithm.captured_bytes, None, policy, -(-resources.context_length // spec.page_size)
         ),
         prefill_choices=call(algorithm.prefill_choices, None, policy),
-        extra_tables=_extra_tables(config, policy),
     )
     return EngineSetup(
         resolved=resolved,
@@ -235,7 +199,7 @@ def build_engine(
         host: the KV pool.
         device: device of the device pages, representations and tables.
         gather_queries: joins the query heads of ranks whose model has the same KV heads, from
-            ``[B, Hq, D]`` to ``[B, ranks * Hq, D]``; or None if this is the only rank.
+            ``[B, Hq, D]`` to ``[B, ranks * Hq, D]``; or None if no other rank has them.
     """
     sizing, size = setup.sizing, setup.spec.page_size
     logger.info("adapter %s: %s", *setup.adapter)
@@ -245,7 +209,7 @@ def build_engine(
         min_row_pages=sizing.request.min_row_pages,
         max_row_pages=sizing.max_row_capacity // size,
         context_pages=sizing.request.context_pages,
-        staging_pages=tile_pages(setup.resolved.config, setup.spec, sizing.staging_bytes),
+        staging_pages=tile_pages(setup.resolved.config, setup.spec, sizing.request.staging_bytes),
     )
     return build(
         setup.resolved,
@@ -281,7 +245,7 @@ def build(
         host: the KV pool.
         sizes: sizes of the allocations on the device.
         device: device of the device pages, representations and tables.
-        streams: replaces the device's own side streams if ``config.overlap`` is true.
+        streams: replaces the device's own side streams.
         gather_queries: see :func:`build_engine`.
     """
     config = resolved.config
@@ -289,7 +253,9 @@ def build(
     named, num_layers = [x for cls in types.values() for x in cls.counters], policy.kv.num_layers
     counters = Counters(device, named, layers=num_layers if config.layer_metrics else 0)
     policy = replace(policy, invalid_scores=counters.total("invalid_scores"))
-    manager = _make_manager(config, policy, host, sizes, device, counters, streams)
+    manager = SparseKVCacheManager(
+        host, sizes, config, device, heads=policy.heads, counters=counters, streams=streams
+    )
     kept = kept_tensors(config, algorithm, policy)
     representations = Representations(
         kept,
@@ -300,7 +266,6 @@ def build(
         device=device,
     )
     call(algorithm.initialize, None, representations.tensors, policy)
-    exchanges = _exchanges_queries(host, algorithm, policy, kept)
     components = Components(
         config=config,
         policy=policy,
@@ -314,61 +279,19 @@ def build(
             dense_layers=resolved.dense_layers,
             reuse_layers=config.reuse_layers,
         ),
-        gather_queries=gather_queries if exchanges else None,
+        gather_queries=gather_queries if _exchanges_queries(algorithm, policy, kept) else None,
     )
     extensions = {n: cls(config.extensions[n], components) for n, cls in types.items()}
     return SparseCoordinator(components, extensions)
 
 
 def _exchanges_queries(
-    host: HostKVPool,
-    algorithm: BaseSparseAlgorithm,
-    policy: SelectionPolicy,
-    kept: dict[str, Representation],
+    algorithm: BaseSparseAlgorithm, policy: SelectionPolicy, kept: dict[str, Representation]
 ) -> bool:
     """Whether ranks with the same KV heads select for all query heads together.
 
     They do so only where all heads share a selection that K, V and queries decide. An algorithm
     that keeps a prompt's queries keeps those of its rank's heads only.
     """
-    shared = host.format.replicated and policy.heads == 1 and not algorithm.query_window
+    shared = policy.heads == 1 and not algorithm.query_window
     return shared and all(each.source == "kv" for each in kept.values())
-
-
-def _make_manager(
-    config: HiSparseConfig,
-    policy: SelectionPolicy,
-    host: HostKVPool,
-    sizes: PoolSizes,
-    device: torch.device,
-    counters: Counters,
-    streams: SideStreams | None,
-) -> SparseKVCacheManager:
-    if config.overlap and streams is None:
-        streams = make_streams(device)
-    pool = DevicePool(
-        policy.kv,
-        heads=policy.heads,
-        num_slots=sizes.num_slots,
-        num_pages=sizes.device_pages,
-        max_row_pages=sizes.max_row_pages,
-        context_pages=sizes.context_pages,
-        device=device,
-    )
-    capacities = RowCapacities(
-        total_pages=pool.free_pages.shape[1],
-        rows_per_request=policy.heads,
-        min_pages=sizes.min_row_pages,
-        max_pages=sizes.max_row_pages,
-        max_requests=sizes.num_slots - 1,
-        num_slots=sizes.num_slots,
-    )
-    return SparseKVCacheManager(
-        host,
-        pool,
-        capacities,
-        staging_pages=sizes.staging_pages,
-        counters=counters,
-        checked=config.checked,
-        streams=streams,
-    )

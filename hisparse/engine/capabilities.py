@@ -60,7 +60,6 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
     requirements: dict[str, Callable[[type[BaseSparseAlgorithm]], bool]] = {
         f"page_size {config.page_size}": takes_page_size,
         f"device {device_type}": takes_device,
-        f"kv_cache_dtype {config.kv_cache_dtype}": stored.serves,
     }
     for setting, supports in requirements.items():
         if not supports(cls):
@@ -70,8 +69,13 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
                 f"algorithm {config.algorithm!r} cannot do {setting}"
                 f"{sizes if supports is takes_page_size else ''}; algorithms that can: {others}"
             )
+    if config.miss == "host" and device_type != "cpu":
+        raise ConfigError(
+            f'miss: got "host" on device {device_type}, expected "transfer": only a CPU attends '
+            "pages in host memory so far"
+        )
     choose_scope(config)
-    scaled = config.kv_cache_dtype if stored.num_scales else None
+    scaled = stored.scaled_name(config.kv_cache_dtype)
     choose_adapter(device_type, None, config.selection_scope, config.adapter, scaled=scaled)
 
 

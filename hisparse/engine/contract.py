@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, SelectionPolicy
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, PrefillStep
 from hisparse.cache import check_selection
 from hisparse.errors import AlgorithmError, ConfigError, HiSparseError, explain
 from hisparse.types import Selection
@@ -56,12 +56,12 @@ def retrieve(
     step: DecodeStep,
     invalid: Tensor | None,
 ) -> Selection:
-    """The algorithm's selection for ``queries [B, Hq, D]``.
+    """The algorithm's selection for the queries of a step.
 
     Args:
         algorithm: selects.
         layer_id: layer number.
-        queries: before the softmax scale.
+        queries: ``[B, Hq, D]``, model's dtype, before the softmax scale.
         step: the requests.
         invalid: ``[1] int64``, counter of selections with a score that is NaN or +inf. It is read,
             which waits for the device; None: it is not.
@@ -95,18 +95,11 @@ def require_selection(
     Raises:
         AlgorithmError: the selection has another type, shape or dtype.
     """
-    batch, policy = len(step.slots), step.policy
+    batch, policy = step.slots.shape[0], step.policy
     if type(selection) is Selection:
-        pages, lengths = selection
-        shape = (batch, policy.heads)
-        if (
-            isinstance(pages, Tensor)
-            and isinstance(lengths, Tensor)
-            and pages.dtype == lengths.dtype == torch.int32
-            and lengths.shape == shape
-            and pages.shape[:-1] == shape
-            and pages.shape[-1] <= policy.max_pages
-        ):
+        pages, lengths = map(_int32_shape, selection)
+        rows = (batch, policy.heads)
+        if pages and pages[:-1] == lengths == rows and pages[-1] <= policy.max_pages:
             return selection
     shape_text = f"[{batch}, {policy.heads}"
     raise AlgorithmError(
@@ -116,11 +109,7 @@ def require_selection(
 
 
 def check_positions(
-    positions: object,
-    algorithm: BaseSparseAlgorithm,
-    layer_id: int,
-    num_tokens: int,
-    policy: SelectionPolicy,
+    positions: object, algorithm: BaseSparseAlgorithm, layer_id: int, step: PrefillStep
 ) -> None:
     """Raise AlgorithmError unless ``select_prefill`` returned None or ``[T, K] int32``.
 
@@ -128,17 +117,13 @@ def check_positions(
     """
     if positions is None:
         return
-    most = call(algorithm.prefill_choices, layer_id, policy)
-    if (
-        isinstance(positions, Tensor)
-        and positions.dtype == torch.int32
-        and positions.shape[:-1] == (num_tokens,)
-        and positions.shape[-1] <= most
-    ):
+    most = call(algorithm.prefill_choices, layer_id, step.policy)
+    shape = _int32_shape(positions)
+    if shape and shape[:-1] == (step.length,) and shape[-1] <= most:
         return
     raise AlgorithmError(
         f"{named(algorithm, 'select_prefill', layer_id)}: got {_described(positions)}, expected "
-        f"positions [{num_tokens}, K] int32 with K at most {most} (prefill_choices), or None"
+        f"positions [{step.length}, K] int32 with K at most {most} (prefill_choices), or None"
     )
 
 
@@ -172,6 +157,11 @@ def blame(
     except HiSparseError as wrong:
         cls = type(algorithm)
         raise AlgorithmError(f"{cls.__name__} ({cls.__module__}), {wrong}") from error
+
+
+def _int32_shape(value: object) -> tuple[int, ...] | None:
+    """The shape of an int32 tensor that a method returned; None: it returned something else."""
+    return value.shape if isinstance(value, Tensor) and value.dtype == torch.int32 else None
 
 
 def _described(value: Any) -> str:

@@ -87,7 +87,6 @@ class SparseCoordinator:
         self.restored: RestoredPages | None = None
         self.transferred: TransferredRequests | None = None
         self.replayed = False
-        self._storing = overriding("store_pages", ordered)
         self._before_step = overriding("before_step", ordered)
         self._after_step = overriding("after_step", ordered)
         self._forward: Forward | None = None
@@ -112,14 +111,16 @@ class SparseCoordinator:
     def stored_entries(self) -> dict[str, Tensor]:
         """What a store keeps of pages beside K and V, by name, ``[L, host pages, ...]``.
 
-        An indexer's keys are no function of K and V. All else is built again after a load.
+        :class:`Representation` gives shapes and dtypes. An indexer's keys cannot be computed from
+        K and V, so they are stored; the rest is built again after a load.
         """
         return self.representations.of_model
 
     def rebuilt_entries(self) -> dict[str, Tensor]:
         """What a load has to build from K and V unless a store has it, ``[L, host pages, ...]``.
 
-        Empty if nothing is built, or if requests have state that only building fills.
+        :class:`Representation` gives shapes and dtypes. Empty if nothing is built, or if requests
+        have state that only building fills.
         """
         kept = self.representations
         by_query = self.algorithm.query_window or not kept.only_of_pages
@@ -127,11 +128,13 @@ class SparseCoordinator:
             return {}
         return kept.of_pages
 
-    def _build_restored(self) -> Build | None:
-        """Builds the representations that no store keeps, or None if it keeps them all."""
-        if not self.representations.of_model:
-            return self.build_representations
-        return self.prefill.store_extensions if self._storing else None
+    def _build_restored(self) -> Mapping[int, Build]:
+        """By layer, builds the representations that no store keeps; empty if it keeps them all."""
+        kept = self.representations.of_model
+        if kept and not overriding("store_pages", self.extensions.values()):
+            return {}
+        build: Build = self.prefill.store_extensions if kept else self.build_representations
+        return dict.fromkeys(self.policy.kv.full_layers, build)
 
     def observe(self, observer: SelectionObserver | None) -> None:
         """Set the selection callback, or None to remove it."""
@@ -180,8 +183,8 @@ class SparseCoordinator:
         """End a replayed step, apply resets, and fit capacities to what follows.
 
         Args:
-            slots: ``[B]``, request slots.
-            seq_lens: ``[B]``, tokens of each request after the forward.
+            slots: ``[B] int64``, request slots.
+            seq_lens: ``[B] int64``, tokens of each request after the forward.
         """
         # Before requests that begin reset the state of those that ended.
         self._end_step(complete=self.replayed)
@@ -221,12 +224,12 @@ class SparseCoordinator:
 
         Args:
             layer_id: layer number, counted from the first layer of this rank.
-            q: ``[T, Hq, D]``; T = B when decoding. A mixed batch has the tokens of its chunks
-                first.
-            k, v: ``[T, Hkv, D]``, K and V of this forward's tokens.
+            q: ``[T, Hq, D]`` in the model's dtype; T = B when decoding. A mixed batch has the
+                tokens of its chunks first.
+            k, v: ``[T, Hkv, D]``, model's dtype, K and V of this forward's tokens.
             indexer: outputs of the model's own indexer for these tokens.
-            sinks: ``[Hq]``, for each query head the logit of a key without a value, which joins
-                the softmax; None: none does.
+            sinks: ``[Hq]``, any float dtype, for each query head the logit of a key without a
+                value, which joins the softmax; None: none does.
 
         Returns:
             ``[T, Hq, Dv]`` in the dtype of q.
@@ -242,14 +245,12 @@ class SparseCoordinator:
         v: Tensor,
         indexer: IndexerInputs | None = None,
     ) -> None:
-        """Build representations of a chunk from loaded K and V ``[T, Hkv, D]``.
+        """Build representations of a chunk from loaded K and V ``[T, Hkv, D]``, model's dtype.
 
         Loaded chunks have no queries; only algorithms with a ``query_window`` need them. An
         algorithm that asks the model's indexer needs its outputs for these tokens.
         """
         self.representations.apply_resets()
-        if not self.policy.kv.has_entries(layer_id):
-            return
         no_queries = k.new_zeros(0, self.policy.kv.num_q_heads, k.shape[-1])
         self.prefill.summarize(layer_id, chunk, no_queries, PagedKV(k, v), indexer)
 

@@ -7,6 +7,7 @@ These are its six operations, in order. The algorithm scores and selects (``retr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from hisparse.algorithms import DecodeStep
 from hisparse.algorithms.step import AttentionMode
 from hisparse.engine.contract import blame, call, require_selection, retrieve
 from hisparse.engine.extensions.base import Components, Extension, overriding
-from hisparse.kernels import serial_operators
+from hisparse.engine.host_attention import HostAttention
+from hisparse.engine.representations import ignore
+from hisparse.kernels import DiffTables, serial_operators
+from hisparse.kernels.operation import ResultMemory, new_tensors
 from hisparse.types import IndexerInputs, Selection
 
 #: ``(layer_id, queries [B, Hq, D], step, selection)``, called after every selection.
@@ -41,6 +45,8 @@ class DecodeLayer:
         self._adapter = components.adapter
         attend_with = self._manager.device.format.attend_with
         self._attend_pages = attend_with(self._adapter, self._policy.max_pages)
+        attends_on_host = components.config.miss == "host"
+        self._host = HostAttention(self._manager, self._policy) if attends_on_host else None
         self._modes = components.modes
         self._gather_queries = components.gather_queries
         # A dense context that a captured step serves fits its row.
@@ -49,8 +55,11 @@ class DecodeLayer:
         self._refining = overriding("refine_selection", extensions)
         self._after_selection = overriding("after_selection", extensions)
         self._after_attention = overriding("after_attention", extensions)
-        self._storing = overriding("store_pages", extensions)
+        by_layer = components.representations.by_layer
+        self._update = by_layer(self._algorithm.update_representations, ignore)
+        self._storing = by_layer(overriding("store_pages", extensions), ())
         self._serial = serial_operators(self._manager.device.device)
+        self._results = ResultMemory()
         self.observer: SelectionObserver | None = None
 
     def run(
@@ -63,29 +72,35 @@ class DecodeLayer:
         indexer: IndexerInputs | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """``q [B, Hq, D]``, ``k, v [B, Hkv, D]`` -> ``[B, Hq, Dv]`` in the dtype of q.
+        """``q [B, Hq, D]``, ``k, v [B, Hkv, D]``, model's dtype -> ``[B, Hq, Dv]``, dtype of q.
 
-        ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
+        ``sinks [Hq]``, any float dtype: see :meth:`SparseCoordinator.attention`.
         """
         if indexer is not None:
             step.use_indexer(indexer)
-        with self._serial:
-            if self._before_layer and "sparse" in step.by_mode:
-                for extension in self._before_layer:
-                    call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
-            self._manager.kv_io.append(layer_id, step.tail_slots(layer_id), step.host_slots, k, v)
         by_mode = self._modes.of_layer(layer_id, step)
-        if len(by_mode) == 1:
-            ((mode, part),) = by_mode.items()
-            out = self._attend_in(mode, layer_id, part, q, sinks)
-        else:
-            out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim)
-            for mode, part in by_mode.items():
-                out[part.index] = self._attend_in(mode, layer_id, part, q[part.index], sinks)
-        last = step.last or step
-        if last.filled is not None:
+        with step.cache.once("results", self._results.begin_step):
             with self._serial:
-                self._finish(layer_id, last, *last.filled)
+                if self._before_layer and "sparse" in step.by_mode:
+                    for extension in self._before_layer:
+                        call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
+                slots = step.tail_slots(layer_id)
+                self._manager.kv_io.append(layer_id, slots, step.host_slots, k, v)
+            if len(by_mode) == 1:
+                ((mode, part),) = by_mode.items()
+                out = self._attend_in(mode, layer_id, part, q, sinks)
+            else:
+                out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim)
+                for mode, part in by_mode.items():
+                    out[part.index] = self._attend_in(mode, layer_id, part, q[part.index], sinks)
+            last = step.last or step
+            if last.filled is not None:
+                finish = partial(self._finish, layer_id, last, *last.filled)
+                if step.captured and not self._algorithm.indexer:
+                    # Beside the model's next kernels; an indexer's inputs would be freed too early.
+                    self._manager.aside.start("write", finish)
+                else:
+                    finish()
         return out
 
     def _attend_in(
@@ -98,9 +113,11 @@ class DecodeLayer:
     ) -> Tensor:
         """Attention of the requests in one mode: ``q [B, Hq, D]`` -> ``[B, Hq, Dv]``."""
         if mode == "streamed":
-            return self._attend_streamed(layer_id, q, step, sinks).to(q.dtype)
+            attend = self._host.attend_contexts if self._host else self._attend_streamed
+            return attend(layer_id, q, step, sinks).to(q.dtype)
         sparse = mode == "sparse"
         if sparse and self._modes.selects(layer_id):
+            step.cache.selection = None  # Frees its memory for the next one.
             step.cache.selection = self._retrieve(layer_id, q, step)  # score, select
         selection = self.selection_of(mode, layer_id, step)
         queries = q.reshape(-1, self._policy.kv.num_q_heads // self._policy.heads, q.shape[-1])
@@ -112,13 +129,10 @@ class DecodeLayer:
                     selection,
                     width=None if step.dense is None else self._dense_width,
                     tail_below=self._policy.tail_below if sparse else None,
+                    waits=self.waits(mode),
                     followers=self._modes.followers(layer_id) if sparse else (),
                 )
-                stored = self._manager.device.stored(layer_id)
-                rule = self._policy.layer_rules[layer_id]
-                attended = self._attend_pages(
-                    queries, stored, tables.attended, tables.seq_lens, rule
-                )
+                attended = self._attend(layer_id, queries, tables)
             except Exception as error:
                 blame(error, layer_id, selection, step, self._algorithm)
                 raise
@@ -129,10 +143,24 @@ class DecodeLayer:
                     extension.after_attention,
                     layer_id, layer_id, queries, selection, step, attended,
                 )  # fmt: skip
-        out = attended.out.reshape(len(q), self._policy.kv.num_q_heads, -1)
+        out = attended.out.reshape(q.shape[0], self._policy.kv.num_q_heads, -1)
         if sinks is not None:
             out = add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks).out
-        return out.to(q.dtype)
+        if out.dtype == q.dtype:
+            return out
+        (cast,) = new_tensors("attended", [(out.shape, q.dtype)], q.device)
+        return cast.copy_(out)
+
+    def _attend(self, layer_id: int, queries: Tensor, tables: DiffTables) -> Attended:
+        """Attend ``queries [R, Q, D]`` on the device; the CPU attends what is away, if any."""
+        stored, rule = self._manager.device.stored(layer_id), self._policy.layer_rules[layer_id]
+        away = None if self._host is None else self._host.start(layer_id, queries, tables, rule)
+        attended = self._attend_pages(queries, stored, tables.attended, tables.seq_lens, rule)
+        return attended if away is None else merge_attended(attended, away.join())
+
+    def waits(self, mode: AttentionMode) -> bool:
+        """Whether the requests in one mode wait for their missing pages."""
+        return self._host is None or mode != "sparse"
 
     def selection_of(
         self, mode: AttentionMode, layer_id: int, step: DecodeStep
@@ -140,7 +168,7 @@ class DecodeLayer:
         """The pages that the requests in one mode attend in a layer, or None for every page."""
         if mode == "window":
             window = self._policy.kv.window(layer_id)
-            return step.once(f"window {window}", lambda: step.window_pages(window))
+            return step.cache.once(f"window {window}", lambda: step.window_pages(window))
         return step.cache.selection if mode == "sparse" else None
 
     def _retrieve(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
@@ -178,17 +206,13 @@ class DecodeLayer:
             step: the last token of each request.
             filled, host_pages: see :attr:`DecodeStep.filled`.
         """
-        has_entries = self._policy.kv.has_entries(layer_id)
-        tails = self._manager.kv_io.promote_tails(
-            layer_id, step, filled, with_values=has_entries and bool(self._storing)
-        )
-        if not has_entries:
-            return
-        keys, values = tails[0].transpose(1, 2), tails[-1].transpose(1, 2)
-        update = self._algorithm.update_representations
-        call(update, layer_id, keys, layer_id, host_pages, step)
-        for extension in self._storing:
-            call(extension.store_pages, layer_id, layer_id, keys, values, host_pages)
+        storing, kv_io = self._storing[layer_id], self._manager.kv_io
+        with self._serial:
+            tails = kv_io.promote_tails(layer_id, step, filled, with_values=bool(storing))
+            keys, values = tails[0].transpose(1, 2), tails[-1].transpose(1, 2)
+            call(self._update[layer_id], layer_id, keys, layer_id, host_pages, step)
+            for extension in storing:
+                call(extension.store_pages, layer_id, layer_id, keys, values, host_pages)
 
     def _attend_streamed(
         self, layer_id: int, q: Tensor, step: DecodeStep, sinks: Tensor | None

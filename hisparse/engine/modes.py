@@ -75,6 +75,7 @@ class AttentionModes:
     ) -> None:
         self._policy = policy
         self._min_sparse_context = min_sparse_context
+        self._token_bytes = format_of(policy.kv).token_bytes
         layers = policy.kv.full_layers
         self.dense_layers = dense_layers.intersection(layers)
         self._num_dense = len(self.dense_layers)
@@ -108,7 +109,7 @@ class AttentionModes:
         """Modes in a layer that attends sparsely.
 
         Args:
-            seq_lens: ``[B]``, tokens of each request, the new one included.
+            seq_lens: ``[B] int64``, tokens of each request, the new one included.
             capacities: ``[B]``, device pages of each of its rows.
         """
         num_pages = (seq_lens - 1) // self._policy.kv.page_size
@@ -132,7 +133,7 @@ class AttentionModes:
         they select.
 
         Args:
-            seq_lens: ``[B, n]``, tokens up to each token of the chain.
+            seq_lens: ``[B, n] int64``, tokens up to each token of the chain.
             capacities: ``[B]``, device pages of each of a request's rows.
         """
         size = self._policy.kv.page_size
@@ -147,7 +148,7 @@ class AttentionModes:
         """Modes in a layer that is always dense, or None if the model has no such layer.
 
         Args:
-            seq_lens: ``[B]``, tokens of each request, the new one included.
+            seq_lens: ``[B] int64``, tokens of each request, the new one included.
             capacities: ``[B]``, device pages of each of its rows.
         """
         if not self._num_dense:
@@ -174,7 +175,7 @@ class AttentionModes:
     ) -> None:
         """Add the numbers that the host knows of a step: ``seq_lens [B]``, for all layers."""
         kv, heads = self._policy.kv, self._policy.heads
-        counters.add("written_bytes", len(seq_lens) * format_of(kv).token_bytes)
+        counters.add("written_bytes", len(seq_lens) * self._token_bytes)
         counters.add("selections", len(self._followers) * heads * int(masks.sparse.sum()))
         tail_lens = (seq_lens - 1) % kv.page_size + 1
 

@@ -16,6 +16,7 @@ from hisparse.cache import Tile
 from hisparse.cache.streams import Lane, Pending
 from hisparse.engine.contract import call, check_positions
 from hisparse.engine.extensions.base import Components, Extension, overriding
+from hisparse.engine.representations import ignore
 from hisparse.types import AttentionRule, IndexerInputs, PagedKV, StoredKV
 
 
@@ -62,7 +63,10 @@ class Prefill:
         self._components = components
         self._policy = components.policy
         self._manager = components.manager
-        self._storing = overriding("store_pages", extensions)
+        by_layer = components.representations.by_layer
+        self._construct = by_layer(components.algorithm.construct_representations, ignore)
+        self._select = by_layer(components.algorithm.select_prefill, ignore)
+        self._storing = by_layer(overriding("store_pages", extensions), ())
         self._moving: list[Pending[None]] = []
         # Keys and values of a prefix and its chunk, one after the other; all layers share them.
         self._joined: dict[str, Tensor] = {}
@@ -78,9 +82,10 @@ class Prefill:
         indexer: IndexerInputs | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """``q [T, Hq, D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq, Dv]`` in the dtype of q.
+        """``q [T, Hq, D]``, ``k, v [T, Hkv, D]``, model's dtype -> ``[T, Hq, Dv]``, dtype of q.
 
-        ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
+        ``sinks [Hq]``, any float dtype: see :meth:`SparseCoordinator.attention`.
+        ``host_slots [T] int64``, host slot of each token.
         """
         # Attention and representations use the values that a later read returns, so the output does
         # not depend on which part of a prompt comes from the pool.
@@ -93,13 +98,10 @@ class Prefill:
             tokens = slice(chunk.offset, chunk.offset + chunk.length)
             new = q[tokens], k[tokens], v[tokens]
             pages = self._page_aligned(layer_id, chunk, *new[1:])
-            positions = None
-            if self._policy.kv.has_entries(layer_id):
-                inputs = None if indexer is None else indexer.take(tokens)
-                step = self.summarize(layer_id, chunk, new[0], pages, inputs)
-                algorithm = self._components.algorithm
-                positions = call(algorithm.select_prefill, layer_id, layer_id, step)
-                check_positions(positions, algorithm, layer_id, step.length, self._policy)
+            inputs = None if indexer is None else indexer.take(tokens)
+            step = self.summarize(layer_id, chunk, new[0], pages, inputs)
+            positions = call(self._select[layer_id], layer_id, layer_id, step)
+            check_positions(positions, self._components.algorithm, layer_id, step)
             attended = self._attend(layer_id, chunk, *new, positions, next_tile)
             if sinks is not None:
                 attended = add_sinks(attended, sinks)
@@ -156,8 +158,8 @@ class Prefill:
         Args:
             layer_id: layer number.
             chunk: the chunk.
-            q: ``[T, Hq, D]``; T = 0 for a chunk that is loaded and not computed.
-            pages: ``[T', Hkv, D]``, from the start of the chunk's first page on.
+            q: ``[T, Hq, D]``, model's dtype; T = 0 for a chunk that is loaded and not computed.
+            pages: ``[T', Hkv, D]``, model's dtype, from the start of the chunk's first page on.
             indexer: indexer inputs of the chunk's tokens.
 
         Returns:
@@ -176,13 +178,12 @@ class Prefill:
             indexer=indexer,
             context_keys=lambda layer: self._context_keys(layer, chunk),
         )
-        construct = self._components.algorithm.construct_representations
-        call(construct, layer_id, keys, q, layer_id, step)
+        call(self._construct[layer_id], layer_id, keys, q, layer_id, step)
         self._store(layer_id, host_pages, keys, values)
         return step
 
     def store_extensions(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> None:
-        """Build the representations of the extensions alone, from K and V ``[T, Hkv, D]``."""
+        """Build only extensions' representations, from ``k, v [T, Hkv, D]``, model's dtype."""
         self._store(layer_id, *self._complete(chunk, PagedKV(k, v)))
 
     def _complete(self, chunk: PrefillChunk, pages: PagedKV) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,7 +195,7 @@ class Prefill:
 
     def _store(self, layer_id: int, host_pages: Tensor, keys: Tensor, values: Tensor) -> None:
         """Let extensions store pages: ``keys, values [P, S, Hkv, D]``, ``host_pages [P] int32``."""
-        for extension in self._storing:
+        for extension in self._storing[layer_id]:
             call(extension.store_pages, layer_id, layer_id, keys, values, host_pages)
 
     def _prefix(self, layer_id: int, chunk: PrefillChunk) -> list[Tile]:
@@ -244,7 +245,7 @@ class Prefill:
         """Attention of the chunk over itself and over its prefix, streamed through staging.
 
         A prefix of one tile and the chunk are attended at once on a CPU. The order of the sums then
-        depends on positions alone, not on which part of a prompt comes from the pool, so fresh and
+        depends only on positions, not on which part of a prompt comes from the pool, so fresh and
         cached runs of a prompt agree in 16 bits too.
 
         Args:
@@ -323,6 +324,8 @@ class Prefill:
         oldest = max(0, last - kept)
         from_host = oldest < first and manager.residency.is_cold(chunk.slot)
         if from_host:
+            # A row may hold most of a long prefix by now. Decode steps load what they select of it.
+            oldest = max(oldest, first - manager.residency.capacities.min_pages)
             placed = (first - oldest) * self._policy.heads
             manager.counters.add("prefill_read_bytes", placed * manager.device.page_bytes)
         k, v = (x[: (last - first) * size].unflatten(0, (-1, size)).transpose(1, 2) for x in pages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -23,13 +23,13 @@ class RestoredPages:
 
     Args:
         manager: reads K and V.
-        build: builds the representations of a chunk, which has no queries, or None if pages come
-            with their representations.
+        builds: for each layer that has representations, builds those of a chunk, which has no
+            queries; empty if pages come with their representations.
     """
 
-    def __init__(self, manager: SparseKVCacheManager, build: Build | None) -> None:
+    def __init__(self, manager: SparseKVCacheManager, builds: Mapping[int, Build]) -> None:
         self._manager = manager
-        self._build = build
+        self._builds = builds
         self._size = manager.host.kv.page_size
         self._pending = np.zeros(manager.host.num_pages, dtype=np.bool_)
         self._has_pending = False
@@ -37,7 +37,7 @@ class RestoredPages:
 
     def add(self, pages: Tensor) -> int:
         """Note that ``pages [P] int64`` were restored; returns how many of them are built."""
-        if self._build is None or not len(pages):
+        if not self._builds or not len(pages):
             return 0
         self._pending[pages.numpy()] = True
         self._has_pending = True
@@ -87,12 +87,12 @@ class RestoredPages:
 
     def prepare(self, layer_id: int) -> None:
         """Build the representations of this forward's restored pages in one layer."""
-        if self._build is None or not self._manager.host.kv.has_entries(layer_id):
+        if (build := self._builds.get(layer_id)) is None:
             return
         for chunk in self._chunks:
             pages = chunk.host_pages_cpu[chunk.start // self._size :].long()
             slots = (pages[:, None] * self._size + torch.arange(self._size)).flatten()
-            self._build(layer_id, chunk, *self._manager.kv_io.read_tokens(layer_id, slots))
+            build(layer_id, chunk, *self._manager.kv_io.read_tokens(layer_id, slots))
 
 
 class TransferredRequests:
@@ -103,14 +103,14 @@ class TransferredRequests:
 
     Args:
         manager: reads K and V.
-        build: builds representations, or None if the pages come with them.
+        builds: see :class:`RestoredPages`.
     """
 
-    def __init__(self, manager: SparseKVCacheManager, build: Build | None) -> None:
+    def __init__(self, manager: SparseKVCacheManager, builds: Mapping[int, Build]) -> None:
         self._manager = manager
-        self._build = build
+        self._builds = builds
         self._size = manager.host.kv.page_size
-        self._pages = RestoredPages(manager, build)
+        self._pages = RestoredPages(manager, builds)
         self._waiting: set[int] = set()
         #: Requests that start in this step: an empty chunk after their tokens.
         self._starting: list[PrefillChunk] = []
@@ -138,8 +138,8 @@ class TransferredRequests:
         """Find the requests that start in a decode step, and return whether there are any.
 
         Args:
-            slots: ``[B]``, request slots.
-            seq_lens: ``[B]``, tokens of each request, the new one included.
+            slots: ``[B] int64``, request slots.
+            seq_lens: ``[B] int64``, tokens of each request, the new one included.
             host_page_table: ``[B, P] int32``.
         """
         self._starting = []
@@ -167,8 +167,8 @@ class TransferredRequests:
             # Of a full last page, one token is read, for its shape.
             slots = first + torch.arange(max(tail, 1))
             k, v = self._manager.kv_io.read_tokens(layer_id, slots)
-            if self._build is not None:
+            if build := self._builds.get(layer_id):
                 # Algorithms learn that the prompt has ended.
-                self._build(layer_id, chunk, k[:0], v[:0])
+                build(layer_id, chunk, k[:0], v[:0])
             if tail:
                 self._manager.kv_io.write_tail(layer_id, chunk.slot, k, v)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,12 @@ from torch import Tensor
 from hisparse.algorithms import Representation, RepresentationMemory, RepresentationOwner
 from hisparse.cache.allocate import zeros
 from hisparse.kernels import upload
+
+T = TypeVar("T")
+
+
+def ignore(*_: Any) -> Any:
+    """In place of a hook, in layers without representations: does nothing, and returns None."""
 
 
 class Representations:
@@ -30,7 +36,6 @@ class Representations:
             ``[L, *shape]``, depending on the owner. If some layers have no representations, these
             are views that take a layer's number and skip those layers in memory.
         num_layers: L.
-        per_page: the tensors of pages.
         of_pages: the saved tensors of pages, without skipped layers.
         of_model: those of ``of_pages`` whose entries come from the model's own indexer.
         only_of_pages: whether only tensors of pages are saved.
@@ -62,7 +67,7 @@ class Representations:
         if len(layers) < num_layers:
             self.tensors = {n: _LayerTensor.of(x, layers) for n, x in memory.items()}
         self.num_layers = num_layers
-        self.per_page = [self.tensors[n] for n, r in kinds.items() if r.per == "page"]
+        self._per_page = [self.tensors[n] for n, r in kinds.items() if r.per == "page"]
         self.of_pages = {n: memory[n] for n, r in self._saved.items() if r.per == "page"}
         self.of_model = {n: x for n, x in self.of_pages.items() if kinds[n].source == "model"}
         self.only_of_pages = len(self.of_pages) == len(self._saved)
@@ -72,6 +77,14 @@ class Representations:
     def num_bytes(self, memory: RepresentationMemory) -> int:
         """Bytes of the tensors in one memory."""
         return sum(self.tensors[n].nbytes for n, each in self._memories.items() if each == memory)
+
+    def by_layer(self, keeping: T, otherwise: T) -> list[T]:
+        """For each of the L layers, ``keeping`` if it has representations, else ``otherwise``."""
+        return [keeping if x in self._layers else otherwise for x in range(self.num_layers)]
+
+    def pages_of(self, layer_id: int) -> list[Tensor]:
+        """Entries of pages in one layer, ``[host pages, *shape]`` in their dtypes, if any."""
+        return [x[layer_id] for x in self._per_page] if layer_id in self._layers else []
 
     def begin(self, slot: int) -> None:
         """Start a request in a slot; the next forward zeroes the slot's state."""
@@ -91,7 +104,7 @@ class Representations:
             state[:, target] = state[:, source]
 
     def read(self, layer_id: int, slot: int, host_pages: Tensor) -> dict[str, Tensor]:
-        """Read the saved entries of a request and of its pages ``host_pages [P]``.
+        """Read the saved entries of a request and of its pages ``host_pages [P] int64``.
 
         Returns:
             by name, ``[P, *shape]`` of pages or ``[*shape]`` of the request, in the dtype of the
@@ -108,7 +121,7 @@ class Representations:
     def write(
         self, layer_id: int, slot: int, host_pages: Tensor, entries: Mapping[str, Tensor]
     ) -> None:
-        """Write ``entries``, in the shapes and dtypes of :meth:`read`, to ``host_pages [P]``."""
+        """Write ``entries``, shapes and dtypes as :meth:`read` has, to ``host_pages [P] int64``."""
         self.apply_resets()
         for name, values in entries.items():
             where = host_pages if self._saved[name].per == "page" else slot

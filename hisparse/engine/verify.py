@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -72,13 +72,15 @@ class _Saved(NamedTuple):
 
     Attributes:
         rows: the device tables of all requests.
-        entries: ``[B, W, ...]``, each representation of the pages that drafts can fill.
-        swapped_in: for each attention mode, its requests and their selection; None: every page.
+        entries: each representation ``[host pages, ...]`` of the layer, with its entries
+            ``[B, W, ...]`` of the pages that drafts can fill.
+        swapped_in: for each attention mode, its requests, their selection (None: every page), and
+            whether they wait for missing pages.
     """
 
     rows: RowSnapshot
-    entries: list[Tensor]
-    swapped_in: list[tuple[DecodeStep, Selection | None]]
+    entries: list[tuple[Tensor, Tensor]]
+    swapped_in: list[tuple[DecodeStep, Selection | None, bool]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +166,7 @@ class _Verification:
             host_page_table=batch.host_page_table[index],
             last=None if is_last.all() else is_last,
             follows=number > 0,
+            drafts=True,
         ).step(self._engine)
         tokens = self._upload(requests * batch.host_slots.shape[1] + places)
         return _Run(requests=requests, places=places, tokens=tokens, step=step)
@@ -177,7 +180,7 @@ class _Verification:
         indexer: IndexerInputs | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """``q [B * n, Hq, D]``, ``k, v [B * n, Hkv, D]`` -> ``[B * n, Hq, Dv]``."""
+        """``q [B * n, Hq, D]``, ``k, v [B * n, Hkv, D]`` -> ``[B * n, Hq, Dv]``, q's dtype."""
         outputs: list[Tensor] = []
         for run in self._runs:
             tokens = run.tokens
@@ -189,8 +192,10 @@ class _Verification:
             if layer_id in run.saved:
                 for mode, part in self._engine.modes.of_layer(layer_id, run.step).items():
                     if mode != "streamed":
-                        selection = self._engine.decode.selection_of(mode, layer_id, part)
-                        run.saved[layer_id].swapped_in.append((part, selection))
+                        decode = self._engine.decode
+                        selection = decode.selection_of(mode, layer_id, part)
+                        swapped_in = (part, selection, decode.waits(mode))
+                        run.saved[layer_id].swapped_in.append(swapped_in)
         with serial_operators(q.device):
             return torch.cat(outputs)[self._output]
 
@@ -223,21 +228,28 @@ class _Verification:
                 before = device.save_rows(layer_id, tables.rows, self._width)
                 device.restore_rows(layer_id, tables)
                 if replayed is not None:
-                    for part, selection in saved.swapped_in:
-                        self._replay(layer_id, part, selection, replayed)
+                    for swapped_in in saved.swapped_in:
+                        self._replay(layer_id, *swapped_in, replayed)
                 self._manager.kv_io.read_changed(layer_id, before, table, tail_index)
-                for tensor, entries in zip(self._tensors(layer_id), saved.entries, strict=True):
-                    tensor[layer_id, self._fillable[index]] = entries[index]
+                for tensor, entries in saved.entries:
+                    tensor[self._fillable[index]] = entries[index]
 
     def _replay(
-        self, layer_id: int, part: DecodeStep, selection: Selection | None, replayed: Tensor
+        self,
+        layer_id: int,
+        part: DecodeStep,
+        selection: Selection | None,
+        waits: bool,
+        replayed: Tensor,
     ) -> None:
         """Change the tables as the tokens ``replayed [T] bool`` did; the others select nothing."""
         if part.index is not None:
             replayed = replayed[part.index]
         pages, lengths = selection or part.every_page(part.max_pages)
         pages, lengths = pages.where(replayed[:, None, None], -1), lengths * replayed[:, None]
-        self._manager.loader.diff(layer_id, part, Selection(pages, lengths))
+        uncounted = replace(part, rows=part.rows._replace(counts=None))
+        chosen = Selection(pages, lengths)
+        self._manager.loader.diff(layer_id, uncounted, chosen, waits=waits)
 
     def _upload(self, values: np.ndarray) -> Tensor:
         """``values`` as int64 on the device, in the same shape."""
@@ -270,10 +282,5 @@ class _Verification:
     def _save(self, layer_id: int) -> _Saved:
         """The state of a layer before a run."""
         rows = self._manager.device.save_rows(layer_id, self._rows, self._width)
-        entries = [tensor[layer_id, self._fillable] for tensor in self._tensors(layer_id)]
-        return _Saved(rows, entries, [])
-
-    def _tensors(self, layer_id: int) -> list[Tensor]:
-        """Representations of pages, ``[L, host pages, *shape]`` each, if the layer has any."""
-        has_entries = self._manager.host.kv.has_entries(layer_id)
-        return self._engine.representations.per_page if has_entries else []
+        kept = self._engine.representations.pages_of(layer_id)
+        return _Saved(rows, [(tensor, tensor[self._fillable]) for tensor in kept], [])

@@ -6,13 +6,6 @@ from hisparse.eval.method import Method, parse_methods
 from hisparse.eval.results import make_cells, make_summary
 
 __all__ = [
-    "TASKS",
-    "Document",
-    "Evaluation",
-    "Item",
-    "Method",
-    "make_cells",
-    "make_document",
-    "make_summary",
-    "parse_methods",
-]
+    "TASKS", "Document", "Evaluation", "Item", "Method", "make_cells", "make_document",
+    "make_summary", "parse_methods",
+]  # fmt: skip

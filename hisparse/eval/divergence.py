@@ -65,26 +65,6 @@ def _ratio(numerators: Sequence[np.ndarray], denominators: Sequence[np.ndarray])
     return above / below, ratio_interval(numerators, denominators)
 
 
-def kl_ratio(group: Sequence[Record], records: Sequence[Record]) -> Estimate | None:
-    """KL over that of plain ``oracle`` with the same scope and budget, on documents of both.
-
-    None if ``oracle`` ran on none of the documents.
-    """
-    scope = group[0].get("selection_scope")
-    plain = ("oracle", f"oracle(selection_scope={scope})")
-    oracle = {
-        r["document"]: r
-        for r in records
-        if r["method"] in plain
-        and r.get("selection_scope") == scope
-        and r["budget"] == group[0]["budget"]
-    }
-    both = [(np.array(r["kl"]), r["document"]) for r in group if r["document"] in oracle]
-    if scope is None or not both:
-        return None
-    return _ratio([kl for kl, _ in both], [np.array(oracle[name]["kl"]) for _, name in both])
-
-
 def perplexities(
     name: str, group: Sequence[Record], dense: dict[str, Record], task: str
 ) -> dict[str, Estimate | None]:

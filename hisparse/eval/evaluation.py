@@ -164,7 +164,8 @@ class Evaluation:
             dense = load_file(path).get("log_probs", torch.empty(0))
         except (OSError, SafetensorError) as error:
             raise HiSparseError(
-                f"{str(path)!r}: {one_line(error)}; if the disk is not full, delete the folder"
+                f"{str(path)!r}: {one_line(error)}; expected log_probs: if the disk is not full, "
+                "delete the folder"
             ) from None
         if dense.shape != continued.shape:
             raise HiSparseError(

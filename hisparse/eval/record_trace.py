@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -15,9 +15,6 @@ from hisparse.eval import models
 from hisparse.eval.texts import TEXTS
 from hisparse.eval.texts import read_text as read_built_in
 from hisparse.options import read_text
-
-#: Tokens of the prompt, and decode steps.
-DEFAULTS: Final[Mapping[str, int]] = {"context": 4096, "steps": 256}
 
 
 def tokenizer_of(model: str) -> Callable[[str], list[int]]:

@@ -7,20 +7,13 @@ import os
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
 from hisparse.algorithms import build_algorithm
 from hisparse.errors import ConfigError
-from hisparse.eval.divergence import (
-    MIN_DOCUMENTS,
-    Record,
-    kl,
-    kl_ratio,
-    mean_interval,
-    perplexities,
-)
+from hisparse.eval.divergence import MIN_DOCUMENTS, Record, kl, mean_interval, perplexities
 from hisparse.eval.documents import CONTINUE, COPY
 from hisparse.eval.method import DENSE, Method, identity
 from hisparse.options import check_fields, parse_object, read_text
@@ -94,49 +87,6 @@ class Records:
             file.write(json.dumps(record) + "\n")
 
 
-class ResultCell(TypedDict):
-    """The printed fields of a cell of :func:`hisparse.eval.make_cells`."""
-
-    method: str
-    budget: int | None
-    context: int
-    task: str
-    score: float
-    low: float
-    high: float
-    usable: bool
-    n: int
-
-
-class SummaryLine(TypedDict):
-    """The printed fields of a line of :func:`hisparse.eval.make_summary`."""
-
-    method: str
-    budget: int | None
-    context: int
-    kl: float
-    kl_ratio: float | None
-    ppl_ratio: float | None
-    copy_ppl_ratio: float | None
-    intervals: dict[str, list[float] | None]
-    mass: float | None
-    kept_mean: float | None
-    bytes_per_token: float
-
-
-class EvalResult(TypedDict):
-    """The printed fields of the object from ``hisparse eval --json``, without tasks of lm-eval."""
-
-    command: Literal["eval"]
-    line: str
-    date: str
-    machine: str
-    commit: str
-    model: str
-    cells: list[ResultCell]
-    summary: list[SummaryLine]
-
-
 class ItemLine(TypedDict):
     """One question, passage or continuation of a document."""
 
@@ -159,7 +109,7 @@ class RecordLine(TypedDict):
     items: list[ItemLine]
 
 
-#: Tasks on which the dense model scores lower are shown in grey and do not rank methods.
+#: Tasks on which the dense model scores lower are shown in brackets and do not rank methods.
 USABLE = 0.9
 _MEANS = ("mass", "oracle_recall", "kept_mean")
 
@@ -200,8 +150,6 @@ def make_summary(records: Sequence[Record]) -> list[dict[str, Any]]:
 
     - ``kl``: mean KL divergence from the dense next-token distribution, nats per token;
     - ``ppl``, ``copy_ppl``: perplexity of the following text and of repeated passages;
-    - ``kl_ratio``: ``kl`` over that of plain ``oracle`` with the same scope, budget and context, on
-      the same documents; None if it did not run;
     - ``ppl_ratio``, ``copy_ppl_ratio``: over the dense model's, on the same documents;
     - ``intervals``: ``[low, high]`` of each of these, 95% bootstrap, ratios resampled in pairs;
     - ``resampled``: the unit of resampling;
@@ -217,7 +165,6 @@ def make_summary(records: Sequence[Record]) -> list[dict[str, Any]]:
             "kl": kl(group),
             **perplexities("ppl", group, dense, CONTINUE),
             **perplexities("copy_ppl", group, dense, COPY),
-            "kl_ratio": kl_ratio(group, records),
         }
         lines.append(
             {

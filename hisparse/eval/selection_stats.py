@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import DecodeStep
-from hisparse.kernels import key_score
+from hisparse.kernels import HostKeys, key_score
 from hisparse.types import Selection
 
 #: Steps between two comparisons of a selection with exact attention, which is slow.
@@ -90,7 +90,7 @@ def _exact_attention(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[
     keys = step.kv_io.read_tokens(layer_id, host_slots.flatten()).k.unflatten(0, (-1, size))
     pages = key_score(
         query.cpu(),
-        keys.transpose(1, 2).cpu(),
+        HostKeys(keys.transpose(1, 2).cpu()),
         table.int().cpu(),
         step.num_pages.cpu(),
         reduce="lse",

@@ -1,15 +1,11 @@
-"""Tables of what ``hisparse eval`` measured, and results read back from files."""
+"""Tables of what ``hisparse eval`` measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from hisparse.errors import ConfigError
 from hisparse.eval.method import DENSE
-from hisparse.eval.results import EvalResult
-from hisparse.options import check_fields, read_object
 
 #: A line of a result's ``summary`` or ``cells``.
 Line = dict[str, Any]
@@ -27,28 +23,6 @@ class Table(NamedTuple):
     note: str
     heads: list[str]
     rows: list[list[str]]
-
-
-def read_result(file: Path) -> dict[str, Any]:
-    """Read a result that ``hisparse eval --json`` printed.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not such a result.
-    """
-    result = read_object(file, "--from", '{"command": "eval", ...}')
-    where = f"--from {str(file)!r}"
-    try:
-        check_fields(where, result, EvalResult)
-        for i, line in enumerate(result["summary"]):
-            interval = line["intervals"].get("kl")
-            if interval is None or len(interval) != 2:
-                got = f"{where}: summary[{i}]: intervals.kl: got {interval}"
-                raise ConfigError(f"{got}, expected low and high")
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}; expected what `hisparse eval --json` of this release prints of its own tasks"
-        ) from None
-    return result
 
 
 def make_tables(result: dict[str, Any]) -> list[Table]:
@@ -71,15 +45,15 @@ def _scores(cells: Sequence[Line]) -> Table:
         "Correct answers, percent",
         "An answer is correct if all its tokens are the most likely ones. 95% bootstrap intervals "
         "over questions. The interval has no width if all answers are correct or all are wrong: up "
-        "to 3 / n of all such questions may still differ. Grey: the dense model scores below 90%, "
-        "so the task does not rank methods.",
+        "to 3 / n of all such questions may still differ. In brackets: the dense model scores "
+        "below 90%, so the task does not rank methods.",
         [_LABEL, *(f"{task} (n {sizes[task]})" for task in tasks)],
         [[name, *(row.get(task, "-") for task in tasks)] for name, row in rows.items()],
     )
 
 
 def _figures(lines: Sequence[Line]) -> Table:
-    names = ("kl_ratio", "ppl_ratio", "copy_ppl_ratio", "mass", "kept_mean", "bytes_per_token")
+    names = ("ppl_ratio", "copy_ppl_ratio", "mass", "kept_mean", "bytes_per_token")
     rows = []
     for line in lines:
         low, high = map(_number, line["intervals"]["kl"])
@@ -87,11 +61,10 @@ def _figures(lines: Sequence[Line]) -> Table:
         rows.append([_label(line), divergence, *(_number(line[name]) for name in names)])
     return Table(
         "Compared with dense attention",
-        "KL: nats per token, with 95% bootstrap intervals. / oracle: KL over that of the exact "
-        "best pages. ppl, copy: perplexity over the dense model's. mass: fraction of exact "
-        "attention kept. kept: tokens attended per step. bytes: device memory per token for "
-        "representations.",
-        [_LABEL, "KL", "/ oracle", "ppl", "copy", "mass", "kept", "bytes"],
+        "KL: nats per token, with 95% bootstrap intervals. ppl, copy: perplexity over the dense "
+        "model's. mass: fraction of exact attention kept. kept: tokens attended per step. bytes: "
+        "device memory per token for representations.",
+        [_LABEL, "KL", "ppl", "copy", "mass", "kept", "bytes"],
         rows,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,29 +17,30 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 #: Sizes by name, a tuple for a starred name; and the other values that an operation's check gets.
 Sizes = dict[str, object]
 
-_TERM = re.compile(r"(?:(\d+)\*)?(\w+)(?:\+(\d+))?")
+_TERM = re.compile(r"(?:(\d+)\*)?(\w+)(?:\+(\d+))?(!?)")
 
 
 class Size(NamedTuple):
-    """``factor * name + more``; without a name, ``more``."""
+    """``factor * name + more``; without a name, ``more``; ``some``: not 0."""
 
     name: str
     factor: int
     more: int
+    some: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Size:
         match = _TERM.fullmatch(text)
         assert match is not None, text
-        factor, name, more = match.groups()
+        factor, name, more, some = match.groups()
         if name.isdigit():
             return cls("", 0, int(name))
-        return cls(name, int(factor or 1), int(more or 0))
+        return cls(name, int(factor or 1), int(more or 0), bool(some))
 
-    def value(self, sizes: Mapping[str, object]) -> int | None:
+    def value(self, sizes: Mapping[str, Any]) -> int | None:
         """The size, or None if it is not known."""
-        known = sizes.get(self.name, 0 if not self.name else None)
-        return self.factor * known + self.more if isinstance(known, int) else None
+        known: int | None = sizes.get(self.name) if self.name else 0
+        return None if known is None else self.factor * known + self.more
 
 
 class Shape:
@@ -47,8 +48,9 @@ class Shape:
 
     Args:
         text: sizes separated by spaces, such as "B Hkv 2*D": a number, a name, or a name times or
-            plus a number. "_" is any size. The first may be a starred name, which stands for any
-            number of sizes, or "?name" for one size or none. A name stands for the same size
+            plus a number. "_" is any size, and "!" after a size means that it is not 0: a kernel
+            divides by it, or has to find a page. The first may be a starred name, which stands for
+            any number of sizes, or "?name" for one size or none. A name stands for the same size
             wherever it occurs in an operation.
     """
 
@@ -67,6 +69,8 @@ class Shape:
         found: Sizes = {self._star: tuple(shape[:lead])} if named else {}
         for want, size in zip(self.sizes, shape[lead:], strict=True):
             expected = want.value(sizes)
+            if want.some and not size:
+                return False
             if expected is None:
                 if want.name != "_" and want.factor == 1:
                     found[want.name] = size - want.more
@@ -77,12 +81,14 @@ class Shape:
         sizes.update(found)
         return True
 
-    def text(self, sizes: Mapping[str, object]) -> str:
-        """The sizes for a message: those that are known, and "any" for the others."""
-        lead = sizes.get(self._star, ()) if self._star else ()
-        assert isinstance(lead, tuple)
-        known = [*lead, *(size.value(sizes) for size in self.sizes)]
-        return ", ".join("any" if size is None else str(size) for size in known)
+    def text(self, sizes: Mapping[str, Any]) -> str:
+        """The sizes for a message: those that are known, "any" or "1 or more" for the others."""
+        known = [str(size) for size in sizes[self._star]] if self._star in sizes else []
+        for size in self.sizes:
+            value = size.value(sizes)
+            unknown = "1 or more" if size.some else "any"
+            known.append(str(value) if value or (value == 0 and not size.some) else unknown)
+        return ", ".join(["...", *known] if self._star and self._star not in sizes else known)
 
 
 class Arg:
@@ -90,9 +96,9 @@ class Arg:
 
     Args:
         name: for messages.
-        dtype: the dtype, those that are allowed, or the name of a tensor before it that has the
-            same; None: any.
         shape: sizes, see :class:`Shape`.
+        dtypes: those that are allowed; none: any.
+        like: the name of a tensor before it that has the same dtype, if it is there.
         on: where it lies: names of tensors on the same device, or "cpu". Default: as the
             operation says; empty: anywhere.
         optional: whether it may be None.
@@ -105,17 +111,18 @@ class Arg:
     def __init__(
         self,
         name: str,
-        dtype: torch.dtype | Sequence[torch.dtype] | str | None,
         shape: str,
-        *,
+        *dtypes: torch.dtype,
+        like: str = "",
         on: tuple[str, ...] | None = None,
         optional: bool = False,
         written: bool = False,
         layout: Literal["rows", "all", "any"] = "rows",
     ) -> None:
         self.name = name
-        self.dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
         self.shape = Shape(shape)
+        self.dtypes = dtypes
+        self.like = like
         self.on = on
         self.optional = optional
         self.written = written
@@ -132,11 +139,9 @@ class Arg:
             sizes: of the tensors before it.
             place: the tensor on whose device it is unless its declaration says otherwise.
         """
-        dtypes = self.dtypes
-        if isinstance(dtypes, str):
-            same = known[dtypes]
-            dtypes = None if same is None else (same.dtype,)
-        if dtypes is not None and tensor.dtype not in dtypes:
+        same = known.get(self.like)
+        dtypes = self.dtypes if same is None else (same.dtype,)
+        if dtypes and tensor.dtype not in dtypes:
             listed = ", ".join(map(str, dtypes))
             expected = listed if len(dtypes) == 1 else f"one of {listed}"
             raise KernelError(f"{self.name}: got dtype {tensor.dtype}, expected {expected}")
@@ -145,8 +150,10 @@ class Arg:
                 f"{self.name}: got shape {list(tensor.shape)}, expected [{self.shape.text(sizes)}]"
             )
         names = (place,) if self.on is None else self.on
-        places = (torch.device("cpu") if name == "cpu" else known[name] for name in names)
-        allowed = [p.device if isinstance(p, Tensor) else p for p in places if p is not None]
+        tensors = [known[name] for name in names if name != "cpu"]
+        allowed = [x.device for x in tensors if x is not None]
+        if len(tensors) < len(names):
+            allowed.append(torch.device("cpu"))
         if allowed and tensor.device not in allowed:
             expected = " or ".join(dict.fromkeys(map(str, allowed)))
             raise KernelError(f"{self.name}: got device {tensor.device}, expected {expected}")
@@ -158,9 +165,9 @@ class Arg:
 
 
 class Result(NamedTuple):
-    """A tensor that a native kernel writes its result to; it is allocated for each call."""
+    """A tensor that a native kernel writes its result to; the caller allocates nothing."""
 
-    dtype: torch.dtype | str  # the dtype, or the name of a tensor that has the same
+    dtype: torch.dtype
     shape: str  # sizes, see :class:`Shape`
 
 
@@ -188,13 +195,14 @@ def check_all(
 def verify_indices(name: str, index: Tensor, low: int, size: int) -> None:
     """Raise ``KernelError`` unless ``low <= index < size``.
 
-    On a GPU no kernel follows an index out of a tensor. A kernel leaves such an entry, or a whole
-    row, as it is, and reports nothing, because a report would wait for the device. The ``verify_``
-    functions wait. They run when the configuration says ``checked: true``.
+    On a GPU no kernel of this package follows an index or a length out of a tensor. Where it would
+    write, it leaves such an entry, or a whole row, as it is; to score and to attend, it takes the
+    nearest page or length. It reports nothing, because a report would wait for the device. The
+    ``verify_`` functions wait. They run when the configuration says ``checked: true``.
 
     Args:
         name: of the tensor, for the message.
-        index: integers of any shape.
+        index: any shape, any integer dtype.
         low: -1 where -1 stands for "none", else 0.
         size: of the dimension that ``index`` points into.
     """

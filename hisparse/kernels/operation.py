@@ -14,6 +14,8 @@ import functools
 import importlib
 import importlib.util
 import logging
+import os
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,15 +31,67 @@ from hisparse.kernels.build.cuda import call_cuda
 logger = logging.getLogger(__name__)
 
 _MAX_PASSED = 4096
+#: Whether Triton's kernels run on CPU tensors, in its interpreter.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 Implementation = Callable[..., Any]
-#: Takes the call of a native kernel, and the arguments of an implementation; returns the results.
-_Adapter = Callable[..., Any]
-#: How a result is allocated, decided once. Place of a tensor on its device; dtype, None for that
-#: tensor's; and by dimension where its size is: place of a tensor, or -1 for the sizes that a call
-#: gives, dimension or index there, factor, addend. Without the last part, the shape is that
-#: tensor's: PyTorch's ``empty_like`` takes half the time.
-_Allocation = tuple[int, torch.dtype | None, list[tuple[int, int, int, int]] | None]
+#: Of the calling thread, the :class:`ResultMemory` that it has entered.
+_ENTERED = threading.local()
+
+
+class ResultMemory(dict[Hashable, list[tuple[Tensor, torch.UntypedStorage]]]):
+    """Memory for results of C++ kernels that a thread calls while it has entered this object.
+
+    The results of a call take the memory of those of the last call of this operation and sizes, if
+    no tensor refers to that any more, views included. So layers of equal shapes allocate no
+    results, and a result that somebody keeps does not change. An item is the results of the last
+    call, and their storage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Items of the last step that this one has not used.
+        self._unused: dict[Hashable, list[tuple[Tensor, torch.UntypedStorage]]] = {}
+
+    def begin_step(self) -> ResultMemory:
+        """This object, without what the last step did not use: sizes grow with the contexts."""
+        self._unused = dict(self)
+        self.clear()
+        return self
+
+    def __enter__(self) -> None:
+        _ENTERED.memory = self
+
+    def __exit__(self, *error: object) -> None:
+        _ENTERED.memory = None
+
+    def take(self, key: Hashable, allocate: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Results, uninitialised; for equal keys ``allocate`` makes tensors of equal shapes."""
+        items = self.get(key) or self._unused.pop(key, None)
+        # An item's tensor and storage are two users; a result is another one while it lives.
+        if items is None or any(
+            [torch._C._storage_Use_Count(storage._cdata) > 2 for _, storage in items]
+        ):
+            items = [(x, x.untyped_storage()) for x in allocate()]
+        self[key] = items
+        return [last.detach() for last, _ in items]
+
+
+def new_results(key: Hashable, allocate: Callable[[], list[Tensor]], kind: str) -> list[Tensor]:
+    """Results on a device of a kind: on a "cpu" in the memory that the thread has entered."""
+    memory: ResultMemory | None = getattr(_ENTERED, "memory", None)
+    return allocate() if memory is None or kind != "cpu" else memory.take(key, allocate)
+
+
+def new_tensors(
+    name: str, shapes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device
+) -> list[Tensor]:
+    """The same for tensors of shapes and dtypes, which a call ``name`` holds at the same time."""
+    return new_results(
+        (name, *shapes),
+        lambda: [torch.empty(x, dtype=dtype, device=device) for x, dtype in shapes],
+        device.type,
+    )
 
 
 class Place(NamedTuple):
@@ -67,7 +121,7 @@ class Operation:
         results: the tensors that a native kernel returns.
         values: names of what the check gets in addition to tensors.
         cpu: the implementation by C++: takes :meth:`on_cpu` and then the arguments of an
-            implementation. True if it only passes these on.
+            implementation. True if it only passes these on, none of which is a group.
         cuda: the same for CUDA C++.
         sizes: names of sizes of results that no tensor has.
         on: the tensor on whose device the others are; the first one if None.
@@ -82,8 +136,8 @@ class Operation:
         *arguments: Arg,
         results: tuple[Result, ...] = (),
         values: tuple[str, ...] = (),
-        cpu: _Adapter | bool = False,
-        cuda: _Adapter | bool = False,
+        cpu: Implementation | bool = False,
+        cuda: Implementation | bool = False,
         sizes: tuple[str, ...] = (),
         on: str | None = None,
         also: Callable[[Mapping[str, Any], Mapping[str, Any]], None] | None = None,
@@ -91,10 +145,13 @@ class Operation:
         self.name = name
         self.arguments = arguments
         dense = [(i, x) for i, x in enumerate(self.arguments) if x.layout != "any"]
-        #: Of tensors that are copied if need be; and places of those whose strides are checked.
+        #: Place and layout of each read tensor, which is copied if its layout differs.
         self._layouts = [(i, x.layout) for i, x in dense if not x.written]
+        #: Places of written tensors, whose strides are checked.
         self._strided = [i for i, x in dense if x.written]
-        self._results = _allocations(arguments, results, sizes)
+        self._results = [(x.dtype, Shape(x.shape).sizes) for x in results]
+        self._sizes = _sizes_of(self._results, arguments, sizes)
+        self._always_given = [x.optional for x in arguments].index(False)
         self._num_sizes = len(sizes)
         self._values = values
         self._adapters = {"cpu": cpu, "cuda": cuda}
@@ -191,8 +248,7 @@ class Operation:
         """Call the C++ kernel of this name, with new results after the tensors.
 
         Args:
-            arguments: the tensors as declared, the kernel's numbers, and the ``sizes``; any of them
-                may be together in a tuple.
+            arguments: the tensors as declared, the kernel's numbers, and the ``sizes``.
 
         Returns:
             the result; several, or none, as a tuple.
@@ -207,18 +263,27 @@ class Operation:
         return self._run(call_cuda, arguments)
 
     def _run(self, call: Callable[..., object], arguments: Sequence[Any]) -> Any:
-        flat: list[Any] = []
-        for value in arguments:
-            if isinstance(value, tuple):
-                flat += value
-            else:
-                flat.append(value)
-        count, end = len(self.arguments), len(flat) - self._num_sizes
-        tensors: list[Any] = self.native(flat[:count])
-        for result in self._results:
-            tensors.append(_allocate(result, tensors, flat[end:]))
-        call(self.name, *tensors, *flat[count:end])
-        return tensors[count] if len(self._results) == 1 else tuple(tensors[count:])
+        count, end = len(self.arguments), len(arguments) - self._num_sizes
+        tensors: list[Any] = self.native([*arguments[:count]])
+        if not self._results:
+            call(self.name, *tensors, *arguments[count:end])
+            return ()
+        sizes = {
+            name: arguments[end + at] if place < 0 else tensors[place].shape[at]
+            for name, (place, at) in self._sizes.items()
+        }
+
+        def allocate() -> list[Tensor]:
+            given = tensors[self._always_given]
+            return [
+                given.new_empty([x.factor * sizes[x.name] + x.more for x in shape], dtype=dtype)
+                for dtype, shape in self._results
+            ]
+
+        kind = "cpu" if call is call_cpu else "cuda"
+        results = new_results((self.name, *sizes.values()), allocate, kind)
+        call(self.name, *tensors, *results, *arguments[count:end])
+        return results[0] if len(results) == 1 else tuple(results)
 
     def native(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
         """The same list, with tensors in the layout that a native kernel needs."""
@@ -232,51 +297,18 @@ class Operation:
         return tensors
 
 
-def _allocate(how: _Allocation, tensors: Sequence[Any], sizes: Sequence[int]) -> Tensor:
-    """A result, uninitialised, from the tensors before it and the call's ``sizes``."""
-    at_source, dtype, where = how
-    source: Tensor = tensors[at_source]
-    if where is None:
-        return torch.empty_like(source)
-    shape = [
-        factor * (sizes[at] if place < 0 else tensors[place].shape[at]) + more
-        for place, at, factor, more in where
-    ]
-    return source.new_empty(shape) if dtype is None else source.new_empty(shape, dtype=dtype)
-
-
-def _allocations(
-    arguments: Sequence[Arg], results: Sequence[Result], sizes: Sequence[str]
-) -> list[_Allocation]:
-    """How results are allocated, in order."""
-    # Tensors that are there when a result is made, by their place among arguments and results.
-    known = {i: (x.dtypes, x.shape.sizes) for i, x in enumerate(arguments) if not x.optional}
-    found: list[_Allocation] = []
-    for place, result in enumerate(results, start=len(arguments)):
-        shape, named = Shape(result.shape).sizes, isinstance(result.dtype, str)
-        dtype: Any = result.dtype if named else (result.dtype,)
-        same = [i for i, (dtypes, _) in known.items() if dtypes == dtype]
-        same += [i for i, x in enumerate(arguments) if x.name == dtype]
-        alike = [i for i in same if known[i][1] == shape]
-        if alike:
-            found.append((alike[0], None, None))
-        else:
-            given = None if same or named else dtype[0]
-            where = [_where(known, size, sizes) for size in shape]
-            found.append(((same or list(known))[0], given, where))
-        known[place] = (dtype, shape)
-    return found
-
-
-def _where(
-    known: Mapping[int, tuple[Any, list[Size]]], size: Size, sizes: Sequence[str]
-) -> tuple[int, int, int, int]:
-    """Where a size is, see :data:`_Allocation`."""
-    name, factor, more = size
-    for place, (_, shape) in known.items():
-        if (name, 1, 0) in shape:
-            return place, shape.index(Size(name, 1, 0)) - len(shape), factor, more
-    return -1, sizes.index(name), factor, more
+def _sizes_of(
+    results: Sequence[tuple[torch.dtype, list[Size]]],
+    arguments: Sequence[Arg],
+    sizes: Sequence[str],
+) -> dict[str, tuple[int, int]]:
+    """Where the sizes of results are: place of a tensor and dimension, or -1 and index in sizes."""
+    found = {name: (-1, index) for index, name in enumerate(sizes)}
+    for place, argument in enumerate(arguments):
+        for index, size in enumerate(reversed(argument.shape.sizes), start=1):
+            if (size.factor, size.more) == (1, 0) and not argument.optional:
+                found.setdefault(size.name, (place, -index))
+    return {size.name: found[size.name] for _, shape in results for size in shape}
 
 
 @functools.cache
@@ -294,7 +326,7 @@ def _why_not(operation: Operation, impl: str, place: Place) -> str | None:
     """One line that says why an implementation cannot run on tensors at a place; None: it can."""
     if impl == "reference":
         return None
-    if impl == "triton":
+    if impl == "triton" and (place.kind == "cuda" or _INTERPRETED):
         return why_no_triton() or (None if operation.lookup(impl) else f"{operation.name} has none")
     if place.kind != impl:
         return f"tensors are on {place.devices}"
@@ -302,10 +334,18 @@ def _why_not(operation: Operation, impl: str, place: Place) -> str | None:
     return "the library cannot be built" if library is None else None
 
 
+def choices(operation: Operation, place: Place, but: str) -> str:
+    """The implementations that can run on tensors at a place, without one, for a message."""
+    names = (x for x in IMPLEMENTATIONS if x != but and _why_not(operation, x, place) is None)
+    return ", ".join(["auto", *names])
+
+
 def _function(impl: str, operation: Operation, place: Place) -> Implementation:
     reason = _why_not(operation, impl, place)
     if reason is not None:
-        raise KernelError(f"implementation {impl!r}: {reason} (choices: auto, reference)")
+        raise KernelError(
+            f"implementation {impl!r}: {reason} (choices: {choices(operation, place, impl)})"
+        )
     return operation.function(impl)
 
 

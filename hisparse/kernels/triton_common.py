@@ -74,6 +74,12 @@ def key_blocks(k: Tensor, v: Tensor) -> dict[str, int]:
 
 
 @triton.jit
+def existing(page, count):
+    """The page, or the nearest of the ``count`` pages that a tensor has."""
+    return tl.maximum(tl.minimum(page, count - 1), 0)
+
+
+@triton.jit
 def rounded(x, kind: tl.constexpr):
     """Round float32 to the nearest of ``kind``; the interpreter would truncate to bfloat16."""
     if INTERPRETED and kind == tl.bfloat16:
@@ -117,15 +123,15 @@ def from_e4m3(x):
 
 
 @triton.jit
-def power_of(largest, TOP: tl.constexpr):
-    """Powers of two 2^n and 2^-n, for which ``largest * 2^n`` is in [2^TOP, 2^(TOP + 1)).
+def power_of(largest):
+    """Powers of two 2^n and 2^-n, for which ``largest * 2^n`` is in [2^14, 2^15).
 
     float16 has few exponents. A query under such a power has its largest number near float16's
     end, so that numbers of down to 2^-31 of it keep all 8 bits of a bfloat16.
     """
-    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, TOP + 1)
-    up = (254 + TOP - exponent) << 23
-    down = (exponent - TOP) << 23
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15)
+    up = (254 + 14 - exponent) << 23
+    down = (exponent - 14) << 23
     return up.to(tl.float32, bitcast=True), down.to(tl.float32, bitcast=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,12 +10,9 @@ from hisparse.adapters import BackendAdapter, TableLimits
 from hisparse.adapters.base import DeviceLimits
 from hisparse.algorithms import Representation, SelectionPolicy, entry_bytes
 from hisparse.cache.formats import format_of
-from hisparse.config import HiSparseConfig, Resolved
+from hisparse.config import EXTENSIONS, HiSparseConfig, Resolved
 from hisparse.memory.sizing import SizingRequest
 from hisparse.types import KVSpec
-
-#: Maps ``(max_requests, context_pages)`` to the tables that extensions attend over.
-ExtraTables = Callable[[int, int], Sequence[TableLimits]]
 
 #: Number of batch sizes for which an adapter states its workspace: powers of two up to 65,536.
 _WORKSPACES = 17
@@ -59,7 +56,6 @@ def make_sizing_request(
     adapter: type[BackendAdapter],
     captured_request_bytes: int = 0,
     prefill_choices: int = 0,
-    extra_tables: ExtraTables = lambda max_requests, context_pages: (),
 ) -> SizingRequest:
     """Collect the costs of a token, a page and a row, and fixed costs, on one rank.
 
@@ -71,7 +67,6 @@ def make_sizing_request(
         adapter: the attention backend.
         captured_request_bytes: the algorithm's intermediates for a request of a captured step.
         prefill_choices: tokens that the algorithm chooses for each token of a prompt; 0: none.
-        extra_tables: tables that extensions attend over.
     """
     config, spec, stored = resolved.config, policy.kv, format_of(policy.kv)
     # Layers with a window have device pages and no representations.
@@ -80,12 +75,12 @@ def make_sizing_request(
     prefill_tokens = min(resources.chunk_tokens, resources.context_length)
     prefill = prefill_bytes(spec, prefill_tokens, prefill_choices)
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
-    copies = resources.node_ranks if stored.replicated else 1
+    pool_ranks = resources.node_ranks // stored.num_shards(resources.node_ranks)
     # Each rank maps all of a pool that ranks share.
     beside_kv = host_token_bytes(kept, spec)
     mapped_bytes = spec.page_size * (stored.token_bytes + beside_kv)
     request = SizingRequest(
-        kv_token_bytes=-(-stored.token_bytes // copies) + beside_kv,
+        kv_token_bytes=-(-stored.token_bytes // pool_ranks) + beside_kv,
         representation_page_bytes=entry_bytes(kept, "page") * num_selecting,
         page_size=spec.page_size,
         num_layers=spec.num_layers,
@@ -107,7 +102,7 @@ def make_sizing_request(
         mapping_page_bytes=_mapping_bytes(resources.device_type, mapped_bytes),
     )
     by_power = (1 << power for power in range(_WORKSPACES))
-    workspace = partial(_workspace_bytes, request, resolved, policy, adapter, extra_tables)
+    workspace = partial(_workspace_bytes, request, resolved, policy, adapter)
     return replace(request, workspace_bytes=tuple(prefill + workspace(most) for most in by_power))
 
 
@@ -127,11 +122,9 @@ def _workspace_bytes(
     resolved: Resolved,
     policy: SelectionPolicy,
     adapter: type[BackendAdapter],
-    extra_tables: ExtraTables,
     max_requests: int,
 ) -> int:
     """Device memory for decoded pages and the adapter's workspace of ``max_requests``."""
-    context_pages = -(-request.context_length // request.page_size)
     tables = attended_tables(
         resolved,
         policy,
@@ -139,7 +132,9 @@ def _workspace_bytes(
         max_row_pages=request.max_row_pages,
         tile_pages=tile_pages(resolved.config, policy.kv, request.staging_bytes),
     )
-    tables += extra_tables(max_requests, context_pages)
+    limits = {"max_requests": max_requests, "context_pages": request.context_pages}
+    for name in resolved.config.extensions:
+        tables += EXTENSIONS.get(name).attended_tables(policy, **limits)
     decoded = max_requests * format_of(policy.kv).attend_bytes(policy.max_pages)
     return decoded + adapter.workspace_bytes(policy.kv, tables)
 

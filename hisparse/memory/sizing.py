@@ -9,6 +9,7 @@ steps count as tables.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -168,13 +169,9 @@ class Sizing:
         max_row_capacity: tokens, ``C * page_size``.
         num_device_pages: N, device pages per layer, including a tail page for each
             row of ``max_requests`` and of the padding request.
-        staging_bytes: staging.
-        table_bytes: LRU tables, free lists, page tables, also a GPU's own, request state.
-        captured_bytes: inputs and intermediates of captured steps.
-        workspace_bytes: the adapter's workspace.
-        representation_bytes: representations of all host pages.
-        draft_bytes: the pool of a draft model.
-        device_page_pool_bytes: all device pages.
+        device: device memory by what takes it, in bytes: "tables" are LRU tables, free lists, page
+            tables, also a GPU's own, and the state of requests; "representations" are those of all
+            host pages.
         limit: the limit that determines ``kv_tokens``.
     """
 
@@ -183,13 +180,7 @@ class Sizing:
     max_requests: int
     max_row_capacity: int
     num_device_pages: int
-    staging_bytes: int
-    table_bytes: int
-    captured_bytes: int
-    workspace_bytes: int
-    representation_bytes: int
-    draft_bytes: int
-    device_page_pool_bytes: int
+    device: Mapping[str, int]
     limit: SizingLimit
 
     @property
@@ -200,30 +191,19 @@ class Sizing:
     @property
     def device_bytes(self) -> int:
         """Device memory of all parts."""
-        parts = self.staging_bytes + self.table_bytes + self.captured_bytes + self.workspace_bytes
-        pages = self.representation_bytes + self.draft_bytes
-        return parts + pages + self.device_page_pool_bytes
+        return sum(self.device.values())
 
     def describe(self) -> str:
         """One line for the log."""
         requested = self.request.max_requests or DEFAULT_MAX_REQUESTS
         fewer = f" (of {requested})" if self.max_requests < requested else ""
-        optional = (
-            ("captured steps", self.captured_bytes),
-            ("workspace of the adapter", self.workspace_bytes),
-            ("the draft model's pool", self.draft_bytes),
-        )
-        more = "".join(f", {term} {format_bytes(size)}" for term, size in optional if size)
+        parts = [f"{term} {format_bytes(size)}" for term, size in self.device.items() if size]
         return (
             f"kv_tokens {self.kv_tokens:,} (limited by {self.limit}), "
             f"max_requests {self.max_requests}{fewer}, "
             f"device pages per row {self.request.device_buffer_size:,} to "
             f"{self.max_row_capacity:,} tokens; host {format_bytes(self.host_bytes)}; "
-            f"device {format_bytes(self.device_bytes)}: "
-            f"device pages {format_bytes(self.device_page_pool_bytes)}, "
-            f"representations {format_bytes(self.representation_bytes)}, "
-            f"tables {format_bytes(self.table_bytes)}, staging {format_bytes(self.staging_bytes)}"
-            f"{more}"
+            f"device {format_bytes(self.device_bytes)}: {', '.join(parts)}"
         )
 
 
@@ -367,13 +347,15 @@ def _share_rest(
         max_requests=max_requests,
         max_row_capacity=row_pages * request.page_size,
         num_device_pages=device_pages,
-        staging_bytes=request.staging_bytes,
-        table_bytes=request.table_bytes(max_requests, row_pages, device_pages)
-        + (kv_pages + 1) * request.mapping_page_bytes,
-        captured_bytes=request.captured_bytes(max_requests),
-        workspace_bytes=request.workspace(max_requests),
-        representation_bytes=(kv_pages + 1) * request.representation_page_bytes,
-        draft_bytes=(kv_pages + 1) * request.draft_page_bytes,
-        device_page_pool_bytes=request.num_layers * device_pages * request.device_page_bytes,
+        device={
+            "device pages": request.num_layers * device_pages * request.device_page_bytes,
+            "representations": (kv_pages + 1) * request.representation_page_bytes,
+            "tables": request.table_bytes(max_requests, row_pages, device_pages)
+            + (kv_pages + 1) * request.mapping_page_bytes,
+            "staging": request.staging_bytes,
+            "captured steps": request.captured_bytes(max_requests),
+            "workspace of the adapter": request.workspace(max_requests),
+            "the draft model's pool": (kv_pages + 1) * request.draft_page_bytes,
+        },
         limit=limit,
     )

@@ -2,7 +2,8 @@
 
 A kernel takes the time in which it moves its bytes, or the time of its instructions if that is
 longer, and a constant for its launch. The kernels of a step, which is captured in a CUDA graph, run
-one after the other.
+one after the other, but for those of full tail pages: only their fork counts, as one launch, unless
+the algorithm reads a model's indexer.
 """
 
 from __future__ import annotations
@@ -52,12 +53,8 @@ GPUS: Final[Mapping[str, Hardware]] = {
 #: us from the start of an empty kernel to the next one ("Look Ma, No Bubbles", 2025), and of the
 #: smallest dense attention (vllm-project/flash-attention, pull request 63).
 _LAUNCH_US, _ATTENTION_US = 2.0, 11.0
-#: With representations in host memory, whose candidates PyTorch's operators collect.
-_ECONOMY_LAUNCHES: Final = 44
 #: Launches that a layer without a selection saves, and launches of dense attention.
 _SELECT_LAUNCHES, _DENSE_LAUNCHES = 2, 2
-#: Candidates per attended page with entries in host memory (``sketch`` with ``economy``).
-_HOST_CANDIDATES: Final = 8
 
 
 class TokenEstimate(NamedTuple):
@@ -132,12 +129,18 @@ class _StepTimes:
         # With a selection per query head, each head reads its K, V and candidates separately.
         heads = spec.num_kv_heads if policy.heads == 1 else policy.heads
         self._row_bytes = batch * heads * self._format.head_bytes
-        candidates = _HOST_CANDIDATES * self._selected * max(1, policy.heads // spec.num_kv_heads)
+        candidates = self._selected * max(1, policy.heads // spec.num_kv_heads)
+        candidates *= algorithm.host_candidates
         self._score_bytes = batch * pages * entry_bytes(kept, "page")
         self._host_bytes = batch * min(pages, candidates) * entry_bytes(kept, "page", "host")
         self._kernels, self._pages = algorithm.kernels, pages
-        counted = _ECONOMY_LAUNCHES if self._host_bytes else algorithm.captured_launches
-        self._launches = counted + self._format.captured_launches
+        more = algorithm.host_launches if self._host_bytes else 0
+        # Full tail pages are promoted and stored beside the model's kernels, after one fork.
+        self._launches = algorithm.captured_launches + more - len(self._kernels[1:])
+        self._launches += self._format.captured_launches
+        # With an indexer in order: each request fills a page in S steps.
+        promoted = min(1.0, batch / spec.page_size) if algorithm.indexer else 0.0
+        self._promote_us = promoted * self._kernel_us("promote_tail")
 
     def layer_us(self, layer: int) -> float:
         """Time of a layer with hisparse."""
@@ -158,8 +161,8 @@ class _StepTimes:
                 kernels, selecting = self._launches, self._selecting_us()
         attention = self._kernel_us("paged_attention", attended / spec.page_size)
         attention = max(attention, _us(attended * self._row_bytes, self._hardware.hbm))
-        other = self._kernel_us("diff_tables") + self._full_us()
-        return kernels * _LAUNCH_US + write + selecting + gather + attention + other
+        tables = self._kernel_us("diff_tables") + self._promote_us
+        return kernels * _LAUNCH_US + write + selecting + tables + gather + attention
 
     def dense_layer_us(self, layer: int) -> float:
         """Time of a layer without hisparse."""
@@ -171,24 +174,16 @@ class _StepTimes:
 
     def _selecting_us(self) -> float:
         """Scores and the choice among them."""
-        score = _us(self._score_bytes, self._hardware.hbm)
-        select = 0.0
+        us = _us(self._score_bytes, self._hardware.hbm)
         if self._kernels:
-            score = max(score, self._kernel_us(self._kernels[0]))
-            select = self._kernel_us("select")
-        return score + select + _us(self._host_bytes, self._hardware.read)
+            us = max(us, self._kernel_us(self._kernels[0])) + self._kernel_us("select")
+        return us + _us(self._host_bytes, self._hardware.read)
 
     def _gather_us(self, missing: float) -> float:
         """Pages that are missing, a share of those that are selected."""
         tokens = missing * self._selected * self._spec.page_size
         link = _us(tokens * self._row_bytes, self._hardware.read)
         return max(link, gather_us(missing, self._spec.head_dim, self._batch))
-
-    def _full_us(self) -> float:
-        """Mean time for full tail pages: each request fills one in S steps."""
-        stores = self._kernel_us(self._kernels[1]) if self._kernels else 0.0
-        steps = min(1.0, self._batch / self._spec.page_size)
-        return steps * (self._kernel_us("promote_tail") + stores)
 
     def _kernel_us(self, name: str, pages: float | None = None) -> float:
         pages = self._pages if pages is None else pages

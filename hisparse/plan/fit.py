@@ -71,8 +71,8 @@ class Capacity:
             request with ``device_buffer_size`` tokens on the device fits.
         max_requests: requests at once with hisparse.
         dense_max_requests: requests at once with the whole KV cache on the device.
-        limit: the memory that is too small for one more request; None if the settings are refused.
-        message: why no request fits, or why the settings are refused; "" if a request fits.
+        limit: the memory that is too small for one more request.
+        message: why no request fits; "" if one does.
     """
 
     config: HiSparseConfig
@@ -83,7 +83,7 @@ class Capacity:
     sizing: Sizing | None
     max_requests: int
     dense_max_requests: int
-    limit: SizingLimit | None
+    limit: SizingLimit
     message: str = ""
 
     @property
@@ -143,39 +143,30 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
             f"{format_bytes(machine.rank_weight_bytes)} a GPU; expected more memory, or a larger "
             "--tp or --pp"
         )
-    none = refuse(config, stored_spec(config, spec), machine, context, "")
+    spec, tokens = stored_spec(config, spec), _server_tokens(config, context)
     host = resolve_memory(config.host_memory, machine.host_bytes, "host_memory")
     pool = host // machine.dp // _MIB
-    check_dense_layers(config, none.spec)
+    check_dense_layers(config, spec)
+    requests, sizing = 0, None
+    limit: SizingLimit = "device_memory"
     try:
-        stages = tuple(_stages(config, none.spec, machine, context, pool))
-        tokens = _server_tokens(config, context)
+        stages = tuple(_stages(config, spec, machine, context, pool))
         requests, sizing, limit, pool = _find_most(stages, config, tokens, pool)
+        message = "" if requests else f"one request does not fit: {sizing.describe()}"
     except CapacityError as error:
         message = str(error)
         limit = "host_memory" if message.startswith("host_memory") else "device_memory"
-        found = replace(none, limit=limit, message=message)
-    else:
-        message = "" if requests else f"one request does not fit: {sizing.describe()}"
-        found = replace(none, sizing=sizing, max_requests=requests, limit=limit, message=message)
-    return replace(found, host_memory=f"{max(1, pool) * machine.dp}MiB")
-
-
-def refuse(
-    config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int, reason: str
-) -> Capacity:
-    """The result for settings that :func:`fit` refuses: no request, and the reason."""
     return Capacity(
         config=config,
-        host_memory=config.host_memory,
+        host_memory=f"{max(1, pool) * machine.dp}MiB",
         context=context,
         spec=spec,
         num_layers=max(machine.stages, default=spec.num_layers),
-        sizing=None,
-        max_requests=0,
-        dense_max_requests=_dense_requests(spec, machine, _server_tokens(config, context)),
-        limit=None,
-        message=reason,
+        sizing=sizing,
+        max_requests=requests,
+        dense_max_requests=_dense_requests(spec, machine, tokens),
+        limit=limit,
+        message=message,
     )
 
 
@@ -188,7 +179,7 @@ def _dense_requests(spec: KVSpec, machine: Machine, tokens: int) -> int:
     """Requests of ``tokens`` tokens that SGLang runs at once with its own KV cache."""
     spec = _spec_of_layers(spec, 0, max(machine.stages, default=spec.num_layers))
     kv_bytes = format_of(spec).dense_token_bytes
-    index_bytes = spec.num_layers * (spec.index_head_dim + 4 * (spec.index_head_dim > 0))
+    index_bytes = spec.num_indexers * (spec.index_head_dim + 4)
     return machine.cache_bytes // (kv_bytes + index_bytes) // tokens
 
 

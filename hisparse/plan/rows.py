@@ -15,11 +15,12 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_indexer
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
-from hisparse.model_config import count_weight_bytes, shape_per_rank, text_config
+from hisparse.model_config import count_weight_bytes, text_config
 from hisparse.plan.estimate import GPUS, estimate_token
-from hisparse.plan.fit import Capacity, Machine, divide_layers, fit, refuse
+from hisparse.plan.fit import Capacity, Machine, divide_layers, fit
 from hisparse.sglang import features
 from hisparse.sglang.features.base import Start
+from hisparse.sglang.models import shape_per_rank
 from hisparse.units import format_bytes, resolve_memory
 
 #: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
@@ -47,11 +48,10 @@ def make_plan(asked: Namespace, model: Any, folder: str) -> tuple[dict[str, Any]
         folder: of the model, for the command to start.
 
     Returns:
-        The machine's sizes, the fields of the first row with figures, ``plans`` with all rows, and
-        the machine.
+        The machine's sizes, the fields of the first row, ``plans`` with all rows, and the machine.
 
     Raises:
-        ConfigError: a flag is wrong, or every configuration is refused.
+        ConfigError: a flag is wrong, or a configuration is refused.
     """
     capacities, machine = _fit_all(asked, model)
     rows = [
@@ -69,17 +69,14 @@ def make_plan(asked: Namespace, model: Any, folder: str) -> tuple[dict[str, Any]
         "mem_fraction_static": machine.mem_fraction,
         "estimate": {"measured": False, "gpu": asked.gpu, "assumptions": assumptions},
     }
-    first = next(row for row in rows if row["hisparse"]["limit"] is not None)
-    return sizes | first | {"plans": rows}, machine
+    return sizes | rows[0] | {"plans": rows}, machine
 
 
 def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
     """One capacity for each configuration and context.
 
-    Settings that this model or machine cannot serve get a capacity of no requests.
-
     Raises:
-        ConfigError: an argument is wrong, or every configuration is refused.
+        ConfigError: an argument is wrong, or the server would refuse a configuration.
     """
     shape = shape_per_rank(model, 1, asked.tp)
     if asked.pp > shape.num_layers:
@@ -96,20 +93,13 @@ def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
         dp=asked.dp,
         stages=divide_layers(shape.num_layers, asked.pp) if asked.pp > 1 else (),
     )
-    has_indexer, capacities = shape.index_head_dim > 0, []
+    has_indexer, capacities = shape.num_indexers > 0, []
     for config in _configs(asked, model, has_indexer=has_indexer):
         build_algorithm(config)
+        _check_served(config, asked)
+        check_indexer(model.model_type, config, has_indexer=has_indexer)
         spec = shape_per_rank(model, config.page_size, asked.tp)
-        for context in contexts:
-            try:
-                _check_served(config, asked)
-                check_indexer(model.model_type, config, has_indexer=has_indexer)
-                capacity = fit(config, spec, machine, context)
-            except ConfigError as error:
-                capacity = refuse(config, spec, machine, context, str(error))
-            capacities.append(capacity)
-    if all(capacity.limit is None for capacity in capacities):
-        raise ConfigError("; ".join(dict.fromkeys(c.message for c in capacities)))
+        capacities += [fit(config, spec, machine, context) for context in contexts]
     return capacities, machine
 
 
@@ -204,9 +194,7 @@ def _describe(capacity: Capacity, machine: Machine, folder: str) -> dict[str, An
 
 
 def _estimate(capacity: Capacity, machine: Machine, asked: Namespace) -> list[dict[str, Any]]:
-    """Times per token for each batch and hit ratio; none if the settings are refused."""
-    if capacity.limit is None:
-        return []
+    """Times per token for each batch and hit ratio."""
     found = {}
     for batch, hits in product(asked.batch, asked.hit_ratio):
         estimate = estimate_token(

@@ -31,7 +31,6 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         super().__init__()
         self._session = session = require_session()
         self.coordinator = build_coordinator(session, model_runner)
-        session.coordinator = self.coordinator
         session.req_to_token_pool = model_runner.req_to_token_pool
         session.backend = self
         if session.begins_on_alloc:
@@ -76,7 +75,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._in_graph = False
         self.num_tokens = 0
         # SGLang's warm-ups build batches by hand, without requests. A rank without requests has
-        # padding alone, under any label, while other ranks of attention data parallelism work.
+        # only padding, under any label, while other ranks of attention data parallelism work.
         if mode.is_idle() or not forward_batch.rids or self._all_have_failed():
             return
         batch = self._batch(forward_batch)

@@ -39,7 +39,7 @@ def around_model_specific_adjustments(original: Callable[[Any], None], server_ar
     model = model_config_of(server_args)
     # Before SGLang chooses a backend of its own for such a model.
     has_dsa = WITH_INDEXER.found(model)
-    check_own_selection(name_of(model), model.hf_config, model.hf_text_config, dsa=has_dsa)
+    check_own_selection(name_of(model), model.hf_config, model.hf_text_config, indexer=has_dsa)
     needed = features.for_model(model, name_of(model))
     features.enable(dict.fromkeys([*features.enabled(), *needed]))
     for feature in needed:
@@ -118,7 +118,6 @@ def around_write(original: Callable[..., None], pool: Any, indices: Any, values:
     slot = indices[0]
     # A decode step writes one slot of each request, with a tensor of request slots.
     if session is not None and pool is session.req_to_token_pool and isinstance(slot, int):
-        assert session.coordinator is not None, "the backend is built before requests run"
         session.coordinator.on_pages_replaced(slot)
 
 

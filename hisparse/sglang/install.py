@@ -78,9 +78,10 @@ def verify(targets: Iterable[str]) -> None:
     for target in targets:
         now = _resolve(target)
         if now is None:
-            raise PluginError(does_not_fit(f"{target} does not exist"))
+            raise PluginError(does_not_fit(f"got no {target}, expected it: install sglang again"))
         if now is original_of(target):
-            raise PluginError(does_not_fit(f"the hook on {target} was not installed"))
+            what = f"the hook on {target} was not installed, expected hisparse's in its place"
+            raise PluginError(does_not_fit(f"{what}: SGLANG_PLUGINS=hisparse loads no other"))
 
 
 def original_of(target: str) -> Any:

@@ -77,8 +77,8 @@ class _HostPool:
 
         Args:
             layer: SGLang's ``RadixAttention``.
-            loc_info: ``[T]`` host slots, or SGLang's object that holds them.
-            cache_k, cache_v: ``[T, Hkv, D]``.
+            loc_info: ``[T] int64`` host slots, or SGLang's object that holds them.
+            cache_k, cache_v: ``[T, Hkv, Dk]`` and ``[T, Hkv, Dv]``, any float dtype.
             _, __: scales and a mask, ignored.
             layer_id_override: number of the pool's layer; None: that of ``layer``.
         """
@@ -91,11 +91,11 @@ class _HostPool:
         write_tokens(new, self.host.stored(number), loc)
 
     def _get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Keys of a layer, ``[slots, Hkv, D]``."""
+        """Keys of a layer, ``[slots, Hkv, Dk]``, in the model's dtype."""
         return self._token_view(layer_id)[0]
 
     def _get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """Values of a layer, ``[slots, Hkv, Dv]``."""
+        """Values of a layer, ``[slots, Hkv, Dv]``, in the model's dtype."""
         return self._token_view(layer_id)[1]
 
     def _token_view(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,14 +148,8 @@ class LatentPool(_HostPool):
         spec, slots = self.host.kv, self.size + self.page_size
         return torch.Size((slots, 1, spec.head_dim)), torch.Size((slots, 1, spec.v_head_dim))
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """``[slots, 1, D]``, a view of host memory."""
-        return self._get_key_buffer(layer_id)
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """``[slots, 1, Dv]``, a view of host memory."""
-        return self._get_value_buffer(layer_id)
-
+    #: SGLang's own read its device buffers.
+    get_key_buffer, get_value_buffer = _HostPool._get_key_buffer, _HostPool._get_value_buffer
     set_mla_kv_buffer = rejected("set_mla_kv_buffer", "the model", _USE_BACKEND)
     get_mla_kv_buffer = rejected("get_mla_kv_buffer", "the model", _USE_BACKEND)
 

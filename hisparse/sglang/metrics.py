@@ -71,7 +71,6 @@ class MetricsReporter:
     """
 
     def __init__(self, session: ServerSession, model_runner: Any) -> None:
-        assert session.coordinator is not None, "the coordinator is built before the reporter"
         self._session, self._coordinator = session, session.coordinator
         self._runner = model_runner
         self._last_log = time.monotonic()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hisparse.cache.allocate import NodeRanks
+from hisparse.cache.formats import KVFormat
 
 T = TypeVar("T")
 
@@ -111,15 +112,15 @@ def _gather(group: Any, value: T) -> list[T]:
     return values
 
 
-def gather_queries() -> Callable[[Tensor], Tensor] | None:
+def gather_queries(stored: KVFormat) -> Callable[[Tensor], Tensor] | None:
     """Joins the query heads of the ranks: ``[B, Hq, D]`` -> ``[B, ranks * Hq, D]``.
 
-    None if this is the only rank.
+    None if no other rank has the same K and V, ``stored`` so.
     """
     from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
     group = get_attn_tp_group()
-    if group.world_size == 1:
+    if stored.num_shards(group.world_size) == group.world_size:
         return None
     return lambda queries: cast(Tensor, group.all_gather(queries.contiguous(), dim=1))
 
@@ -131,34 +132,32 @@ class LinkerRanks:
     Attributes:
         rank: of this process.
         size: number of ranks.
-        shared: whether all ranks have the same K and V (MLA), so that one writes for all.
+        key: rank and number of ranks in the keys of pages: (0, 1) if all ranks have the same K and
+            V (MLA), so that rank 0 writes for all.
         group: of PyTorch; None: this is the only rank.
     """
 
     rank: int
     size: int
-    shared: bool
+    key: tuple[int, int]
     group: Any
 
     @classmethod
-    def of(cls, params: Any, *, shared: bool) -> LinkerRanks:
-        """The ranks of SGLang's ``CacheInitParams``."""
+    def of(cls, params: Any, stored: KVFormat) -> LinkerRanks:
+        """The ranks of SGLang's ``CacheInitParams``, whose K and V are ``stored`` so."""
         group = params.attn_tp_cache_group or params.tp_cache_group
         if group is None or not torch.distributed.is_initialized():
-            return cls(rank=0, size=1, shared=shared, group=None)
+            return cls(rank=0, size=1, key=(0, 1), group=None)
         size = torch.distributed.get_world_size(group=group)
         rank = torch.distributed.get_rank(group=group)
-        return cls(rank=rank, size=size, shared=shared, group=group if size > 1 else None)
+        shards = stored.num_shards(size)
+        key = (rank % shards, shards)
+        return cls(rank=rank, size=size, key=key, group=group if size > 1 else None)
 
     @property
     def writes(self) -> bool:
         """Whether this rank writes to the store."""
-        return not self.shared or self.rank == 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Rank and number of ranks in the keys of pages."""
-        return (0, 1) if self.shared else (self.rank, self.size)
+        return self.key[0] == self.rank
 
     def least_of(self, mine: int) -> int:
         """The smallest value of all ranks."""

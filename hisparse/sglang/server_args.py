@@ -169,7 +169,7 @@ def check_after_resolution(server_args: Any, config: HiSparseConfig) -> None:
     if set(backends) != {BACKEND}:
         raise ConfigError(
             f"prefill uses {backends[0]} and decode {backends[1]}; expected hisparse for both: "
-            "use --attention-backend hisparse alone"
+            "use only --attention-backend hisparse"
         )
     if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
         raise ConfigError(
@@ -268,7 +268,7 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
     if wanted not in (None, model.dtype):
         raise ConfigError(
             f"--kv-cache-dtype is {server_args.kv_cache_dtype} but {name} runs in {model.dtype}; "
-            "hisparse stores K and V in the model's dtype or in eight bits: use auto or fp8_e4m3"
+            "expected auto (the model's dtype) or fp8_e4m3 (eight bits)"
         )
     if isinstance(model.hf_text_config, Dots3Config):
         raise ConfigError(

@@ -37,7 +37,6 @@ class ServerSession:
         begins_on_alloc: whether a request begins when SGLang gives it a slot.
         pool: the KV pool; None until SGLang makes it. Another one would be that of a draft model.
         backend: the attention backend; None until SGLang makes it.
-        coordinator: the engine of the backend.
         req_to_token_pool: SGLang's ``ReqToTokenPool``.
         slots_cpu: ``[B] int64``, request slots of the next forward, on the host.
         requests: SGLang's ``Req`` of the next forward.
@@ -53,7 +52,6 @@ class ServerSession:
     begins_on_alloc: bool = True
     pool: Any = None
     backend: Any = None
-    coordinator: SparseCoordinator | None = None
     req_to_token_pool: Any = None
     slots_cpu: torch.Tensor | None = None
     requests: Sequence[Any] = ()
@@ -64,6 +62,12 @@ class ServerSession:
 
     def __post_init__(self) -> None:
         self.layer_ids = self.layer_ids or range(self.setup.spec.num_layers)
+
+    @property
+    def coordinator(self) -> SparseCoordinator:
+        """The engine of the attention backend, which SGLang makes before caches and requests."""
+        coordinator: SparseCoordinator = self.backend.coordinator
+        return coordinator
 
     def resize(self, kv_tokens: int, max_requests: int) -> None:
         """Lower the sizes; see :func:`hisparse.memory.sizing.resize`."""
@@ -80,7 +84,6 @@ class ServerSession:
 
     def end_requests(self, slots: Iterable[int]) -> None:
         """End the requests in ``slots``: their device pages become free."""
-        assert self.coordinator is not None, "the backend is built before requests run"
         for slot in slots:
             self.coordinator.on_request_end(slot)
         self.backend.metrics.report(now=True)

@@ -167,5 +167,5 @@ def build_coordinator(session: ServerSession, model_runner: Any) -> SparseCoordi
         session.setup,
         pool.host,
         device=torch.device(model_runner.device),
-        gather_queries=None if session.ranks is None else gather_queries(),
+        gather_queries=None if session.ranks is None else gather_queries(pool.host.format),
     )

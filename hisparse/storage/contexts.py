@@ -108,9 +108,11 @@ class Contexts:
         try:
             private = PrivateFolder(folder.absolute(), or_roots=True)
             private.check_database(self._path.name, create=not private.read_only)
+        except NotPrivateError as error:
+            raise HiSparseError(f"contexts {quoted(str(folder))}: {error}") from None
         except OSError as error:
-            reason = str(error) if isinstance(error, NotPrivateError) else one_line(error)
-            raise HiSparseError(f"contexts {quoted(str(folder))}: {reason}") from None
+            text = f"got {one_line(error)}, expected the folder of a store"
+            raise HiSparseError(f"contexts {quoted(str(folder))}: {text}") from None
         with self._named_errors(), contextlib.ExitStack() as stack:
             self._database = self._connect(private.read_only)
             stack.callback(self._database.close)

@@ -158,14 +158,6 @@ def _checksum(block: memoryview, width: int) -> int:
     return xxhash.xxh3_128_intdigest(block) if block else 0
 
 
-def is_built_in(plugin: object) -> bool:
-    """Whether an algorithm or an extension is part of hisparse.
-
-    Its options then say what it computes. The constants of others may come from anywhere.
-    """
-    return type(plugin).__module__.partition(".")[0] == "hisparse"
-
-
 def page_namespace(
     fingerprints: Sequence[str],
     policy: SelectionPolicy,
@@ -191,11 +183,11 @@ def page_namespace(
         num_ranks: number of shares.
 
     Raises:
-        ConfigError: an algorithm that is not part of hisparse decides what a prompt attends.
+        ConfigError: an algorithm without a ``store_version`` decides what a prompt attends.
     """
     # One front end may apply a window of the configuration that another does not read.
     rules = [(f"{x.scale:.6g}", f"{x.logit_cap:.6g}", x.window) for x in policy.layer_rules]
-    texts = [*fingerprints, str(rules), *_prefill_rules(algorithm, config)]
+    texts = [*fingerprints, str(rules), *_prefill_rules(algorithm, policy, config)]
     return Namespace(
         model=xxhash.xxh3_128_hexdigest("\n".join(texts).encode()),
         kv_dtype=serializer.describe(),
@@ -207,15 +199,16 @@ def page_namespace(
     )
 
 
-def _prefill_rules(algorithm: BaseSparseAlgorithm, config: HiSparseConfig) -> list[str]:
+def _prefill_rules(
+    algorithm: BaseSparseAlgorithm, policy: SelectionPolicy, config: HiSparseConfig
+) -> list[str]:
     """The settings that K and V of a prompt depend on."""
-    if type(algorithm).select_prefill is BaseSparseAlgorithm.select_prefill:
+    if not algorithm.prefill_choices(policy):
         return []
-    if not is_built_in(algorithm):
+    if algorithm.store_version is None:
         raise ConfigError(
-            f"storage: got algorithm {config.algorithm}, a plug-in that decides what prompts "
-            "attend, by constants that a store cannot tell apart; expected an algorithm of "
-            "hisparse, or no storage"
+            f"storage: got algorithm {config.algorithm}, which decides what prompts attend but has "
+            "no store_version, expected one that declares it, or no storage"
         )
     sizes = (config.budget, config.num_sink_pages, config.num_recent_pages)
-    return [repr(algorithm), str(sizes), str(config.dense_layers)]
+    return [repr(algorithm), str((algorithm.store_version, *sizes)), str(config.dense_layers)]

@@ -58,6 +58,14 @@ def sync_file_system(fd: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
+def system_error(path: Path, error: Exception) -> HiSparseError:
+    """What the system said about the folder of a store, as an error of ours."""
+    return HiSparseError(
+        f"store {quoted(str(path))}: got {one_line(error)}; expected a folder that can be made, "
+        "read and written to"
+    )
+
+
 class StoreFolder:
     """The folder of a store, open. Any thread may call its methods.
 
@@ -93,10 +101,11 @@ class StoreFolder:
             self._open()
         except ConfigError:
             raise
+        except NotPrivateError as error:
+            raise HiSparseError(f"store {quoted(str(path))}: {error}") from None
         except (OSError, ValueError, RuntimeError) as error:
             # ValueError and RuntimeError: no name of a file, and no such user.
-            reason = str(error) if isinstance(error, NotPrivateError) else one_line(error)
-            raise HiSparseError(f"store {quoted(str(path))}: {reason}") from None
+            raise system_error(path, error) from None
 
     def _is_store(self) -> bool:
         """Whether a store has made the folder: other folders may have one named pages."""
@@ -167,9 +176,9 @@ class StoreFolder:
                 with contextlib.closing(PageFolder(self._pages, name, self.add_bytes)) as folder:
                     yield folder
 
-    def scan(self, namespace: str | None = None) -> Iterator[tuple[PageFolder, PageFile]]:
-        """Every page of every namespace, or of one."""
-        for folder in self.folders(namespace):
+    def scan(self) -> Iterator[tuple[PageFolder, PageFile]]:
+        """Every page of every namespace."""
+        for folder in self.folders():
             for page in folder.scan():
                 yield folder, page
 
@@ -201,7 +210,7 @@ class StoreFolder:
         """Count bytes that this process adds or removes.
 
         Returns:
-            Bytes of all pages now, wrong by what only a scan can see until :meth:`correct`.
+            Bytes of all pages now, without changes that only a scan finds, until :meth:`correct`.
         """
         return int(np.subtract(*self.count(change)).astype("i8"))
 

@@ -67,7 +67,7 @@ class PageFolder:
     Args:
         pages: the folder of all namespaces.
         namespace: key of this one.
-        count: is told how many bytes every removal gives back, as a negative number.
+        count: called with the bytes that each removal frees, as a negative number.
 
     Attributes:
         key: of the namespace.
@@ -146,9 +146,9 @@ class PageFolder:
                 raise
             raise DamagedError(one_line(error)) from None
         if num_bytes < len(page) + DIGEST_BYTES:
-            raise DamagedError("short")
-        if digest != self._digest(key, page):
-            raise DamagedError("checksum")
+            raise DamagedError(f"got {num_bytes} bytes, expected {len(page) + DIGEST_BYTES}")
+        if digest != (expected := self._digest(key, page)):
+            raise DamagedError(f"got checksum {digest.hex()}, expected {expected.hex()}")
 
     def write(self, key: str, page: memoryview, *, replace: bool) -> bool:
         """Store a page; False: it is there already.

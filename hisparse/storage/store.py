@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
+from hisparse.errors import ConfigError, one_line, quoted
 from hisparse.private_files import NotPrivateError
 from hisparse.storage.evict import HIGH_WATER, LOW_WATER, Evictor, expired_ns
-from hisparse.storage.folder import StoreFolder
+from hisparse.storage.folder import StoreFolder, system_error
 from hisparse.storage.namespace import Namespace, check_key
 from hisparse.storage.pages import ABSENT, DIGEST_BYTES, DamagedError, PageFolder, disk_bytes
 from hisparse.storage.report import Damage, NamespaceUse, StoreCounters, StoreReport, VerifyReport
@@ -78,8 +78,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         if isinstance(limit, float):
             limit = int(limit * shutil.disk_usage(self._folder.path).total)
         self._size_bytes, self._ttl_s = limit, ttl_s
-        self._closed, self._num_calls = False, 0
-        self._calls = threading.Condition()
+        self._closed, self._num_calls, self._calls = False, 0, threading.Condition()
         self._counters = StoreCounters(self._folder.path)
         self._evictor = Evictor(self._folder, limit, ttl_s, self._counters)
         self._pool = ThreadPoolExecutor(_THREADS - 1, "hisparse-storage")
@@ -271,10 +270,11 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
                     folder.read(page.key, memoryview(bytearray(page.page_bytes)))
                 except FileNotFoundError:
                     pass  # Evicted meanwhile.
-                except (DamagedError, OSError) as error:
-                    self._counters.add(damaged=int(isinstance(error, DamagedError)))
-                    damage = Damage(namespace=folder.key, key=page.key, reason=str(error))
-                    damaged.append(damage)
+                except DamagedError as error:
+                    self._counters.add(damaged=1)
+                    damaged.append(Damage(namespace=folder.key, key=page.key, reason=str(error)))
+                except OSError as error:
+                    damaged.append(Damage(namespace=folder.key, key=page.key, reason=str(error)))
         return VerifyReport(pages=pages, bytes=num_bytes, damaged=tuple(damaged))
 
     def collect(self, size_bytes: int | None = None) -> int:
@@ -379,8 +379,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             with self._call():
                 yield
         except OSError as error:
-            message = f"store {quoted(str(self._folder.path))}: {one_line(error)}"
-            raise HiSparseError(message) from None
+            raise system_error(self._folder.path, error) from None
 
 
 def _view(buffer: Buffer, size: int, *, writable: bool = False) -> memoryview:

@@ -20,15 +20,6 @@ from hisparse.testing.suite import (
 )
 
 __all__ = [
-    "CHECKS",
-    "Case",
-    "Check",
-    "CheckResult",
-    "Request",
-    "Simulator",
-    "Violation",
-    "cases_of",
-    "report_class",
-    "run_check",
-    "run_checks",
-]
+    "CHECKS", "Case", "Check", "CheckResult", "Request", "Simulator", "Violation", "cases_of",
+    "report_class", "run_check", "run_checks",
+]  # fmt: skip

@@ -7,50 +7,23 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 from hisparse.algorithms import BaseSparseAlgorithm, Representation
 from hisparse.errors import ConfigError, explain, one_line
-from hisparse.options import from_options
+from hisparse.options import from_options, matches
 from hisparse.testing.case import Case
 from hisparse.testing.operations import Violation
-from hisparse.types import SelectionScope
-
-_OWNERS = ("page", "request", "layer")
-_MEMORIES = ("device", "host")
-
-_SCOPES = get_args(SelectionScope)
-
-
-def _are_scopes(found: Any) -> bool:
-    return isinstance(found, tuple | list) and bool(found) and all(x in _SCOPES for x in found)
-
-
-def _are_page_sizes(found: Any) -> bool:
-    if not isinstance(found, tuple | list | set | frozenset):
-        return found is None
-    return bool(found) and all(type(size) is int and size > 0 for size in found)
-
-
-#: Class attributes: whether a value is valid, and what was expected in words.
-_ATTRIBUTES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("scopes", _are_scopes, f"a tuple of one or more of {', '.join(_SCOPES)}"),
-    ("page_sizes", _are_page_sizes, "None (any) or a tuple of numbers of tokens"),
-    *(
-        (name, lambda found: isinstance(found, bool), "True or False")
-        for name in ("variable_lengths", "reads_host_keys", "indexer", "ranks_tail")
-    ),
-)
 
 
 def declarations(case: Case) -> None:
-    """The class is a frozen dataclass with a docstring, and its attributes have valid values."""
+    """The class is a frozen dataclass, and its attributes have valid values."""
     cls = type(case.make())
     faults = find_class_faults(cls)
     faults += _collect(cls, _query_window_faults(case))
-    if _are_scopes(cls.scopes):
+    if not _collect(cls, _attributes_faults(cls)):
         faults += _collect(cls, _representations_faults(case))
     if faults:
         raise Violation(*faults)
@@ -66,18 +39,8 @@ def options(case: Case) -> None:
 
 def find_class_faults(cls: type[BaseSparseAlgorithm]) -> list[str]:
     """Faults of a class that can be seen without an instance, one line each."""
-    looks = (
-        _dataclass_faults,
-        _docstring_faults,
-        _methods_faults,
-        _attributes_faults,
-    )
+    looks = (_dataclass_faults, _methods_faults, _attributes_faults)
     return [fault for look in looks for fault in _collect(cls, look(cls))]
-
-
-def find_docstring_faults(cls: type[BaseSparseAlgorithm]) -> list[str]:
-    """Faults from :func:`find_class_faults` that do not keep an algorithm from running."""
-    return _collect(cls, _docstring_faults(cls))
 
 
 def _collect(cls: type, found: Iterator[str]) -> list[str]:
@@ -103,42 +66,38 @@ def _dataclass_faults(cls: type[Any]) -> Iterator[str]:
             yield f"option {option}: got no @dataclass on {name} itself, {expected}"
 
 
-def _docstring_faults(cls: type[Any]) -> Iterator[str]:
-    text = (cls.__doc__ or "").strip()
-    # A dataclass without a docstring gets its signature for one.
-    if not text or text.startswith(f"{cls.__name__}("):
-        yield (
-            f"{cls.__name__}: got no docstring, expected one whose first line says which pages "
-            "the algorithm keeps: `hisparse algorithms` shows that line"
-        )
-
-
 def _methods_faults(cls: type[Any]) -> Iterator[str]:
     for name in sorted(getattr(cls, "__abstractmethods__", ())):
         yield f"{cls.__name__}: got no method {name}, expected one"
 
 
 def _attributes_faults(cls: type[Any]) -> Iterator[str]:
-    for name, valid, expected in _ATTRIBUTES:
-        if not valid(getattr(cls, name)):
-            yield f"{name}: got {getattr(cls, name)!r}, expected {expected}"
+    for name, declared in get_type_hints(BaseSparseAlgorithm).items():
+        (hint,), value = get_args(declared), getattr(cls, name)  # ClassVar[hint]
+        if not matches(value, hint):
+            yield f"{name}: got {value!r}, expected {inspect.formatannotation(hint)}"
+        elif name == "scopes" and not value:
+            yield "scopes: got none, expected one or more"
+        elif name == "page_sizes" and value is not None and min(value, default=0) < 1:
+            yield f"page_sizes: got {value!r}, expected None (any) or numbers of tokens"
 
 
 def _query_window_faults(case: Case) -> Iterator[str]:
     window = case.make().query_window
-    if type(window) is not int or window < 0:
+    if not matches(window, int) or window < 0:
         yield f"query_window: got {window!r}, expected a number of queries, 0 or more"
 
 
 def _representations_faults(case: Case) -> Iterator[str]:
     policy = replace(case, scope=case.make().scopes[0]).start().sim.policy
     found = case.make().representations(policy)
+    hints = get_type_hints(Representation)
     for name, kind in found.items():
-        valid = type(kind) is Representation and kind.per in _OWNERS and kind.memory in _MEMORIES
-        if not valid or any(type(n) is not int or n < 1 for n in kind.shape):
+        valid = all(matches(getattr(kind, x), hint) for x, hint in hints.items())
+        if not valid or min(kind.shape, default=1) < 1:
             yield (
                 f"representations: got {name!r}: {kind!r}, expected Representation(shape, dtype, "
-                f"per) with sizes of at least 1 and per one of {', '.join(_OWNERS)}"
+                "per) with sizes of at least 1 and per one of page, request, layer"
             )
     if found != case.make().representations(policy):
         yield "representations: got two answers for one policy, expected the same twice"

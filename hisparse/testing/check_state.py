@@ -61,6 +61,12 @@ def require_same_pages(
 ) -> None:
     """Require the same page representations up to rounding.
 
+    Args:
+        got: ``[L, P, *shape]`` in the declared dtype, by name.
+        expected: the same shapes and dtypes.
+        when: what was done, for the message.
+        reference: how ``expected`` was made, for the message.
+
     Raises:
         Violation: names the first layer and page that differ.
     """

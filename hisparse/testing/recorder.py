@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, PrefillStep
-from hisparse.errors import shorten
+from hisparse.cache import check_selection
+from hisparse.engine.contract import check_positions, require_selection
+from hisparse.errors import HiSparseError, shorten
 from hisparse.testing.operations import Violation
 from hisparse.types import Selection
 
@@ -71,9 +73,6 @@ class Retrieved:
 class Recorder:
     """Passes calls on to an algorithm, records its selections and enters guards around the calls.
 
-    The coordinator gets a repaired copy of a malformed selection. So only the checks for that fault
-    fail, and nothing is read out of bounds.
-
     Attributes:
         algorithm: the algorithm under test.
         guards: entered around every call.
@@ -110,11 +109,12 @@ class Recorder:
 
     def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
         chosen = self.algorithm.select_prefill(layer_id, step)
-        if type(self.algorithm).select_prefill is not BaseSparseAlgorithm.select_prefill:
-            own = torch.arange(step.start, step.start + step.length)[:, None]
+        own = torch.arange(step.start, step.start + step.length)[:, None]
+        if chosen is not None:
+            check_positions(chosen, self.algorithm, layer_id, step)
+            _check_values(layer_id, chosen, own)
+        if self.algorithm.prefill_choices(step.policy):
             attended = torch.arange(int(own[-1]) + 1) if chosen is None else chosen
-            if chosen is not None:
-                _check_positions(layer_id, chosen, own)
             trace = self.traces.setdefault(step.slot, {})
             for token, positions in enumerate(attended.expand(len(own), -1).tolist(), step.start):
                 kept = sorted(p for p in positions if 0 <= p <= token)
@@ -135,9 +135,13 @@ class Recorder:
         call = Call("retrieve_topk", layer_id, inputs, nowhere, step.slots)
         with self._guarded(call):
             selection = self.algorithm.retrieve_topk(queries, layer_id, step)
-        _check_shape(call, selection, step)
+        require_selection(selection, self.algorithm, "retrieve_topk", layer_id, step)
+        try:
+            check_selection(layer_id, selection, step)
+        except HiSparseError as error:
+            raise Violation(str(error)) from None
         self._record(layer_id, selection, step)
-        return _repaired(selection, step)
+        return selection
 
     def _record(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
         new = Retrieved(
@@ -159,32 +163,8 @@ def _step_tensors(step: DecodeStep) -> dict[str, Tensor]:
     return {f"step.{name}": getattr(step, name) for name in names}
 
 
-def _check_shape(call: Call, selection: Selection, step: DecodeStep) -> None:
-    batch, heads = step.num_pages.numel(), step.policy.heads
-    try:
-        pages, lengths = selection
-        got = [(tuple(x.shape), x.dtype) for x in (pages, lengths)]
-    except (TypeError, ValueError, AttributeError):
-        raise Violation(
-            f"{call}: got {type(selection).__name__}, expected Selection(pages, lengths)"
-        ) from None
-    right = pages.ndim == 3 and pages.shape[:2] == lengths.shape == (batch, heads)
-    if not right or {pages.dtype, lengths.dtype} != {torch.int32}:
-        raise Violation(
-            f"{call}: got pages {got[0][0]} {got[0][1]} and lengths {got[1][0]} {got[1][1]}, "
-            f"expected pages ({batch}, {heads}, K) torch.int32 and lengths ({batch}, {heads}) "
-            "torch.int32 (requests, selection heads, pages)"
-        )
-
-
-def _check_positions(layer_id: int, chosen: Tensor, own: Tensor) -> None:
+def _check_values(layer_id: int, chosen: Tensor, own: Tensor) -> None:
     """Require ``chosen [T, K]`` to be unique positions, none after the query's ``own [T, 1]``."""
-    shape = (tuple(chosen.shape), chosen.dtype)
-    if chosen.ndim != 2 or len(chosen) != len(own) or chosen.dtype != torch.int32:
-        raise Violation(
-            f"select_prefill, layer {layer_id}: got {shape[0]} {shape[1]}, expected positions "
-            f"({len(own)}, K) torch.int32 (queries, positions), or None"
-        )
     ordered = chosen.sort(-1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     wrong = (chosen > own).any(-1) | (chosen < -1).any(-1) | twice.any(-1)
@@ -195,16 +175,3 @@ def _check_positions(layer_id: int, chosen: Tensor, own: Tensor) -> None:
             f"select_prefill, layer {layer_id}: got positions {got} for the "
             f"query at {int(own[query])}, expected unique positions up to its own, or -1"
         )
-
-
-def _repaired(selection: Selection, step: DecodeStep) -> Selection:
-    """The valid pages of a selection, ascending, unique and at most as many as are allowed."""
-    beyond = torch.iinfo(torch.int32).max
-    count = step.num_pages[:, None, None]
-    pages = selection.pages
-    pages = torch.where((pages >= 0) & (pages < count), pages, beyond).sort(-1).values
-    again = torch.zeros_like(pages, dtype=torch.bool)
-    again[..., 1:] = pages[..., 1:] == pages[..., :-1]
-    pages = pages.masked_fill(again, beyond).sort(-1).values[..., : step.policy.max_pages]
-    there = pages != beyond
-    return Selection(pages.masked_fill(~there, -1), there.sum(-1, dtype=torch.int32))

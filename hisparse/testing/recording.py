@@ -235,7 +235,6 @@ class ReplayingSimulator(Simulator):
         outs = []
         for layer in range(self.layers):
             q, k, v, *indexer = (x[layer] for x in self.streams)
-            inputs = IndexerInputs(*indexer) if self.algorithm.indexer else None
-            outs.append(self.coordinator.attention(layer, q, k, v, inputs))
+            outs.append(self.coordinator.attention(layer, q, k, v, IndexerInputs(*indexer)))
         self.coordinator.forward_end()
         return torch.stack(outs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hisparse.adapters import BackendAdapter, TorchAdapter
 from hisparse.algorithms import BaseSparseAlgorithm, Representation, build_algorithm
-from hisparse.cache import HostKVPool
+from hisparse.cache import HostKVPool, PoolSizes
 from hisparse.cache.streams import SideStreams
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch, MixedBatch, PrefillBatch
-from hisparse.engine.build import PoolSizes, build, kept_tensors, make_policy
+from hisparse.engine.build import build, kept_tensors, make_policy
 from hisparse.engine.capabilities import resolve_settings
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import HostLayout, IndexerInputs, KVSpec, SelectionScope
@@ -35,9 +35,9 @@ class Request:
 
     Attributes:
         slot: request slot.
-        q: ``[L, n, Hq, D]``, queries of all n positions.
-        k, v: ``[L, n, Hkv, D]``.
-        indexer: indexer inputs of all positions, ``[L, n, ...]``.
+        q: ``[L, n, Hq, D]``, model's dtype, queries of all n positions.
+        k, v: ``[L, n, Hkv, D]``, model's dtype.
+        indexer: indexer inputs of all positions, ``[L, n, ...]``, model's dtype.
         host_pages: host page of each page so far.
         prompt: tokens of the prompt; None: every prefill ends the prompt.
         done: tokens computed so far.
@@ -59,7 +59,7 @@ class Request:
 
     @property
     def streams(self) -> tuple[Tensor, ...]:
-        """All tensors with a token dimension, ``[L, n, ...]`` each."""
+        """All tensors with a token dimension, ``[L, n, ...]`` each, model's dtype."""
         return (self.q, self.k, self.v, *self.indexer)
 
 
@@ -84,7 +84,7 @@ class Simulator:
         dense_layers: layers that are always dense.
         reuse_layers: number of consecutive layers that share a selection.
         extensions: options of the enabled extensions, by name.
-        layers, page_size, q_heads, kv_heads, head_dim: shapes of the model.
+        layers, page_size, q_heads, kv_heads, head_dim, dtype: shapes and dtype of the model.
         kv_cache_dtype: how K and V are stored.
         latent_rank: width of values that are the first columns of the keys; 0: separate values.
         num_sink_pages, num_recent_pages: pages that are always selected.
@@ -96,7 +96,9 @@ class Simulator:
         checked: whether the cache manager verifies every selection and every resident byte.
         layer_metrics: whether hits and misses of each layer are counted.
         side_streams: side streams for transfers; None: transfers do not overlap.
-        sinks: ``[L, Hq]``, logits of attention sinks; None: the model has none.
+        miss: the setting.
+        admits: whether pages that are attended in host memory are loaded as well, as on a GPU.
+        sinks: ``[L, Hq]``, any float dtype, logits of attention sinks; None: the model has none.
     """
 
     scope: SelectionScope = "kv_head"
@@ -117,6 +119,7 @@ class Simulator:
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
+    dtype: torch.dtype = torch.float32
     kv_cache_dtype: str = "auto"
     latent_rank: int = 0
     num_sink_pages: int = 1
@@ -131,6 +134,8 @@ class Simulator:
     checked: bool = True
     layer_metrics: bool = False
     side_streams: SideStreams | None = None
+    miss: Literal["transfer", "host"] = "transfer"
+    admits: bool = False
     sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +145,7 @@ class Simulator:
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             v_head_dim=self.latent_rank or self.head_dim,
-            dtype=torch.float32,
+            dtype=self.dtype,
             page_size=self.page_size,
             attention="MLA" if self.latent_rank else "GQA",
             index_head_dim=INDEXER_DIM,
@@ -158,6 +163,7 @@ class Simulator:
             dense_layers=self.dense_layers,
             reuse_layers=self.reuse_layers,
             overlap=self.side_streams is not None,
+            miss=self.miss,
             checked=self.checked,
             layer_metrics=self.layer_metrics,
             extensions=self.extensions,
@@ -177,6 +183,8 @@ class Simulator:
             streams=self.side_streams,
         )
         self.manager = self.coordinator.manager
+        if self.admits:
+            self.manager.loader.admit = None
         self.representations = self.coordinator.representations
         self._poison(kept_tensors(self.config, self.algorithm, self.policy))
         self.free_host_pages = list(range(self.host_pages - 1, 0, -1))
@@ -224,12 +232,12 @@ class Simulator:
         rng, spec = torch.Generator().manual_seed(seed), self.spec
 
         def noise(*shape: int) -> Tensor:
-            return torch.randn(spec.num_layers, length, *shape, generator=rng)
+            return torch.randn(spec.num_layers, length, *shape, generator=rng).to(spec.dtype)
 
         q = noise(spec.num_q_heads, spec.head_dim)
         k, v = (noise(spec.num_kv_heads, spec.head_dim) for _ in "kv")
         v = self.manager.host.format.values_of(k, v)
-        heads, dim = (_INDEXER_HEADS, INDEXER_DIM) if self.algorithm.indexer else (0, 0)
+        heads, dim = _INDEXER_HEADS, INDEXER_DIM
         indexer = IndexerInputs(noise(heads, dim), noise(dim), noise(heads))
         new = Request(slot, q, k, v, indexer, [], prompt)
         if like is not None:
@@ -257,7 +265,7 @@ class Simulator:
         return pages[position // self.page_size] * self.page_size + position % self.page_size
 
     def prefill(self, *parts: tuple[Request, int]) -> list[Tensor]:
-        """Compute the next ``n`` tokens of each request; returns ``[L, n, Hq, D]`` for each."""
+        """Compute the next ``n`` tokens of each request; returns ``[L, n, Hq, D]`` each."""
         batch = self.next_chunks(*parts)
         self.coordinator.forward_begin(batch)
         return self._of_chunks(batch, self._forward(_spans(parts, batch)))
@@ -270,7 +278,7 @@ class Simulator:
             requests: those that decode.
 
         Returns:
-            ``[L, n, Hq, D]`` for each chunk, then ``[L, B, Hq, D]`` of the step.
+            ``[L, n, Hq, D]``, model's dtype, for each chunk, then ``[L, B, Hq, D]`` of the step.
         """
         prefill, decode = self.next_chunks(*parts), self.next_tokens(*requests)
         self.coordinator.forward_begin(MixedBatch(prefill=prefill, decode=decode))
@@ -302,7 +310,7 @@ class Simulator:
         return [out[:, c.offset : c.offset + c.length] for c in batch.chunks]
 
     def decode(self, *requests: Request) -> Tensor:
-        """Decode one token of each request; returns ``[L, B, Hq, D]``."""
+        """Decode one token of each request; returns ``[L, B, Hq, D]``, model's dtype."""
         self.coordinator.forward_begin(self.next_tokens(*requests))
         return self._forward([(r, r.done - 1, r.done) for r in requests])
 
@@ -331,9 +339,8 @@ class Simulator:
         for layer in range(self.layers):
             streams = zip(*([x[layer, a:b] for x in r.streams] for r, a, b in parts), strict=True)
             q, k, v, *indexer = (torch.cat(tokens) for tokens in streams)
-            inputs = IndexerInputs(*indexer) if self.algorithm.indexer else None
             sinks = None if self.sinks is None else self.sinks[layer]
-            outs.append(self.coordinator.attention(layer, q, k, v, inputs, sinks))
+            outs.append(self.coordinator.attention(layer, q, k, v, IndexerInputs(*indexer), sinks))
         self.coordinator.forward_end()
         return torch.stack(outs)
 

@@ -40,15 +40,13 @@ class Check:
 
 
 #: In the order in which they are run. The checks after "options" need both checks before them to
-#: pass, but for a missing docstring, and the checks after "runs" need that one to pass too.
+#: pass, and the checks after "runs" need that one to pass too.
 CHECKS: tuple[Check, ...] = (
     Check("declarations", check_declarations.declarations, once=True),
     Check("options", check_declarations.options, once=True),
     Check("runs", check_decode.runs),
-    Check("well formed", check_decode.well_formed),
     Check("scores", check_decode.scores),
     Check("sinks and recents", check_decode.sinks_and_recents),
-    Check("budget", check_decode.budget),
     Check("dense", check_decode.dense),
     Check("batch order", check_state.batch_order),
     Check("other requests", check_state.other_requests),
@@ -70,17 +68,17 @@ class CheckResult:
     """The outcome of a check.
 
     Attributes:
-        check: its name.
+        name: of the check.
         status: "passed", "failed" or "not run".
-        num_cases: cases that passed.
+        cases: number of cases that passed.
         findings: of a check that failed, one line each: what was got, what was expected; of a check
             that was not run, the reason.
         case: the smallest case that was found to fail.
     """
 
-    check: str
+    name: str
     status: str
-    num_cases: int
+    cases: int
     findings: tuple[str, ...] = ()
     case: str = ""
 
@@ -124,7 +122,7 @@ def run_checks(
     """Run all checks, one after the other, and yield each result as soon as it is known.
 
     Declarations and options come first and take no time. If one of the two fails, no other check
-    is run, unless a docstring is all that is missing.
+    is run.
 
     Args:
         make: returns a new instance of the algorithm with the options to check; a class will do.
@@ -143,9 +141,7 @@ def run_checks(
             continue
         result = run_check(check, cases or [Case.of(make, "layer", 8)])
         if result.status == "failed" and check.once:
-            harmless = check_declarations.find_docstring_faults(type(make()))
-            if not set(result.findings) <= set(harmless):
-                reason = _NOT_DECLARED
+            reason = _NOT_DECLARED
         elif result.status == "failed" and check.name == "runs":
             reason = _DOES_NOT_RUN
         yield result
@@ -167,9 +163,10 @@ def _run(check: Check, case: Case) -> tuple[str, ...]:
         check.run(case)
     except Violation as violation:
         return violation.findings
-    except Exception as error:
+    except AlgorithmError as error:
         # The cause names the algorithm; the message of the engine names the recorder.
-        cause = error.__cause__ if isinstance(error, AlgorithmError) else None
-        found = cause if isinstance(cause, Exception) else error
-        return (explain(found, type(case.make())),)
+        cause = error.__cause__
+        return (explain(cause, type(case.make())) if cause else str(error),)
+    except Exception as error:
+        return (explain(error, type(case.make())),)
     return ()

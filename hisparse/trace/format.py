@@ -2,7 +2,7 @@ r"""The format of a trace: the selections of decode steps, in chunks that are wh
 
 ::
 
-    b"hisparse trace 2\n"
+    b"hisparse trace 3\n"
     chunk HEAD    a TraceHeader as JSON
     chunk STEP    selections of V visits; a visit is one decode step of one request
     ...
@@ -13,8 +13,8 @@ both and of the content (u64), and the content. All numbers are little-endian.
 
 The content of STEP is V (u32), the sizes of L + 1 sections (u32), and the sections, each an array
 of i32. The first has the visits: request numbers ``[V]`` and sequence lengths ``[V]``. The others
-have one layer each: the lengths of the selections ``[H, V]``, and for each page, in the order of
-``[H, V, length]``, the number of pages between it and the page before. In a section, the lowest
+have one layer each: the lengths of the selections ``[V, H]``, and for each page, in the order of
+``[V, H, length]``, the number of pages between it and the page before. In a section, the lowest
 bytes of all numbers come first, the highest last; zlib compresses them.
 """
 
@@ -30,9 +30,10 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 import xxhash
 
+from hisparse.errors import quoted, shorten
 from hisparse.types import SelectionScope
 
-MAGIC: Final = b"hisparse trace 2\n"
+MAGIC: Final = b"hisparse trace 3\n"
 HEAD, STEP, DONE = b"HEAD", b"STEP", b"DONE"
 #: Kind, bytes of the content, checksum.
 CHUNK: Final = struct.Struct("<4sIQ")
@@ -81,9 +82,10 @@ class TraceHeader:
         if self.page_bytes < 0:
             raise ValueError(f"page_bytes: got {self.page_bytes}, expected 0 or more")
         if not self.layers or len(set(self.layers)) < len(self.layers) or min(self.layers) < 0:
-            raise ValueError("layers: expected different layer numbers from 0")
+            raise ValueError(f"layers: got {quoted(self.layers)}, expected different numbers")
         if len(self.attended_by) != len(self.layers) or min(self.attended_by) < 1:
-            raise ValueError("attended_by: expected a count of at least 1 for each of layers")
+            got = quoted(self.attended_by)
+            raise ValueError(f"attended_by: got {got}, expected 1 or more for each of layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +119,8 @@ class LayerPages(NamedTuple):
     """The selections of one layer.
 
     Attributes:
-        lengths: ``[H, V] int32``.
-        pages: ``[sum of lengths] int32``, in the order of ``[H, V, length]``.
+        lengths: ``[V, H] int32``.
+        pages: ``[sum of lengths] int32``, in the order of ``[V, H, length]``.
     """
 
     lengths: np.ndarray
@@ -162,10 +164,9 @@ def encode_steps(visits: Visits, pages: np.ndarray) -> bytes:
 
 def _layer_numbers(pages: np.ndarray) -> np.ndarray:
     """The numbers of a layer's section, of ``[V, H, K] int32``."""
-    by_head = pages.transpose(1, 0, 2)
-    chosen = by_head >= 0
+    chosen = pages >= 0
     lengths = chosen.sum(-1, dtype=np.int32)
-    flat = by_head[chosen]
+    flat = pages[chosen]
     before = np.empty_like(flat)
     before[1:] = flat[:-1]
     before[_firsts(lengths)] = -1
@@ -188,7 +189,8 @@ def split_sections(content: bytes, num_layers: int) -> tuple[int, list[tuple[int
     sizes = np.frombuffer(content[: 4 * (num_layers + 2)], dtype="<u4").astype(np.int64)
     ends = 4 * (num_layers + 2) + np.cumsum(sizes[1:])
     if len(sizes) != num_layers + 2 or ends[-1] != len(content) or not sizes[0]:
-        raise ValueError("the sizes of its sections are wrong")
+        got = f"visits and section sizes {shorten(sizes.tolist())} in {len(content)} bytes"
+        raise ValueError(f"got {got}, expected 1 or more and {num_layers + 1} sizes that fill them")
     return int(sizes[0]), list(zip((ends - sizes[1:]).tolist(), ends.tolist(), strict=True))
 
 
@@ -203,7 +205,8 @@ def decode_visits(section: bytes, count: int) -> Visits:
         raise ValueError(f"got {len(numbers)} numbers of visits, expected {2 * count}")
     requests, seq_lens = numbers.reshape(2, count)
     if requests.min() < 0 or seq_lens.min() < 1:
-        raise ValueError("a request number or a sequence length is out of range")
+        got = f"request {requests.min()} and length {seq_lens.min()}"
+        raise ValueError(f"got {got}, expected numbers from 0 and sequence lengths from 1")
     return Visits(requests, seq_lens)
 
 
@@ -216,18 +219,19 @@ def decode_layer(section: bytes, count: int, header: TraceHeader) -> LayerPages:
     numbers, rows = _unpack(section), header.heads * count
     lengths, gaps = numbers[:rows], numbers[rows:].astype(np.int64)
     if len(lengths) < rows:
-        raise ValueError("the lengths of its selections are cut off")
+        raise ValueError(f"got the lengths of {len(lengths)} selections, expected {rows}")
     if lengths.min() < 0 or lengths.max() > header.max_pages:
-        raise ValueError(f"a selection has a length beyond 0 to {header.max_pages}")
-    if len(gaps) != lengths.sum(dtype=np.int64):
-        raise ValueError("the pages of its selections do not fit their lengths")
+        got = f"{lengths.min()} to {lengths.max()}"
+        raise ValueError(f"got selections of {got} pages, expected 0 to {header.max_pages}")
+    if len(gaps) != (total := lengths.sum(dtype=np.int64)):
+        raise ValueError(f"got {len(gaps)} pages, expected {total}, the sum of the lengths")
     ends = np.cumsum(gaps + 1)
     firsts = _firsts(lengths)
     before = np.repeat(ends[firsts] - gaps[firsts] - 1, lengths[lengths > 0])
     pages = ends - before - 1
     if len(pages) and (pages.min() < 0 or pages.max() >= 2**31):
-        raise ValueError("a page is out of range")
-    return LayerPages(lengths.reshape(header.heads, count), pages.astype(np.int32))
+        raise ValueError(f"got pages {pages.min()} to {pages.max()}, expected 0 to 2**31 - 1")
+    return LayerPages(lengths.reshape(count, header.heads), pages.astype(np.int32))
 
 
 def _pack(numbers: np.ndarray) -> bytes:
@@ -243,11 +247,12 @@ def _unpack(section: bytes) -> np.ndarray:
     inflater = zlib.decompressobj()
     try:
         data = inflater.decompress(section, MAX_SECTION_BYTES + 1)
-    except zlib.error:
-        raise ValueError("a section cannot be decompressed") from None
+    except zlib.error as error:
+        raise ValueError(f"got {error}, expected a section that zlib compressed") from None
     if not inflater.eof or inflater.unused_data or len(data) > MAX_SECTION_BYTES:
-        raise ValueError("a section is cut off or too long")
+        got = f"a section of {len(section)} bytes that is cut off, too long or followed by more"
+        raise ValueError(f"got {got}, expected one stream of {MAX_SECTION_BYTES} bytes at most")
     if len(data) % 4:
-        raise ValueError("a section ends within a number")
+        raise ValueError(f"got a section of {len(data)} bytes, expected a multiple of 4")
     planes = np.frombuffer(data, np.uint8).reshape(4, -1)
     return np.ascontiguousarray(planes.T).view("<i4").ravel().astype(np.int32, copy=False)

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypedDict
@@ -163,14 +162,14 @@ def convert_sglang(
     numbers: dict[bytes, int] = {}
     requests = []
     for path in files:
-        for number, line in enumerate(read_text(path, "--exported").split("\n"), 1):
+        for number, line in enumerate(read_text(path, "FILE").split("\n"), 1):
             if line.strip():
                 where = f"{str(path)!r} line {number}"
                 found = parse_object(line, where, '{"request_parameters": "{...}", ...}')
                 ids = _token_ids(found, where, tokenize)
                 requests.append(_converted(found, where, ids, block_size, numbers))
     if not requests:
-        raise ConfigError("--exported: got no request, expected what a server exported")
+        raise ConfigError("FILE: got no request, expected what a server exported")
     requests.sort(key=lambda request: request.timestamp)
     first = requests[0].timestamp
     note = f"SGLang, {len(requests)} requests"
@@ -214,24 +213,19 @@ def _converted(
     return PrefixRequest(1000 * seconds, len(ids), counts[0], tuple(blocks), counts[1])
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefixPoint:
+class PrefixHits(NamedTuple):
     """The result of a replay through one cache.
 
     Attributes:
-        capacity: tokens; None: unlimited.
-        ttl_s: seconds that a block stays after its last use; None: no limit.
         hit_ratio: prompt tokens that the cache held, of all prompt tokens.
         peak_tokens: the most tokens that it held.
     """
 
-    capacity: int | None
-    ttl_s: float | None
     hit_ratio: float
     peak_tokens: int
 
 
-def replay_prefix(trace: PrefixTrace, capacity: int | None, ttl_s: float | None) -> PrefixPoint:
+def replay_prefix(trace: PrefixTrace, capacity: int | None, ttl_s: float | None) -> PrefixHits:
     """Replay a trace through an LRU cache.
 
     A request hits the blocks at its beginning that the cache holds, up to the first that it does
@@ -263,27 +257,7 @@ def replay_prefix(trace: PrefixTrace, capacity: int | None, ttl_s: float | None)
             if len(used) > most:
                 used.popitem(last=False)
             peak = max(peak, len(used))
-    return PrefixPoint(
-        capacity=capacity,
-        ttl_s=ttl_s,
-        hit_ratio=found / max(1, total),
-        peak_tokens=peak * size,
-    )
-
-
-def are_prefixes(files: Sequence[Path]) -> bool:
-    """Whether files are prefix traces, which look like JSON; False if they cannot be read.
-
-    Raises:
-        ConfigError: some are, and others are not.
-    """
-    kinds = []
-    for file in files:
-        with suppress(OSError, ValueError), file.open("rb") as opened:
-            kinds.append(opened.read(64).lstrip()[:1] == b"{")
-    if any(kinds) and not all(kinds):
-        raise ConfigError("got prefix traces and traces of selections, expected one of the two")
-    return any(kinds)
+    return PrefixHits(found / max(1, total), peak * size)
 
 
 def describe_prefix(file: Path, trace: PrefixTrace) -> dict[str, Any]:
@@ -321,8 +295,8 @@ def replay_all(
         whole = max(1, about["blocks"])
         capacities = [max(1, whole >> i) * trace.block_size for i in range(6, -1, -1)]
     points = [
-        replay_prefix(trace, capacity, ttl)
+        {"capacity": capacity, "ttl_s": ttl, **replay_prefix(trace, capacity, ttl)._asdict()}
         for ttl in ttls
         for capacity in dict.fromkeys(capacities)
     ]
-    return about | {"points": list(map(asdict, points))}
+    return about | {"points": points}

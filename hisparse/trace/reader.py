@@ -111,22 +111,15 @@ class SelectionTrace:
             ConfigError: the layer is damaged.
         """
         at = 1 + self.header.layers.index(layer_id)
-        heads = self.header.heads
         parts = [
             self._decoded(partial(decode_layer, self._data[slice(*x[at])], count, self.header))
             for count, x in self._chunks
         ]
-        lengths = np.concatenate([x.lengths for x in parts], axis=1)
-        # Head by head: each part has its pages in this order.
-        by_head = []
-        ends = [np.cumsum(x.lengths.sum(axis=1, dtype=np.int64)) for x in parts]
-        for head in range(heads):
-            for part, end in zip(parts, ends, strict=True):
-                by_head.append(part.pages[end[head - 1] if head else 0 : end[head]])
-        pages = np.concatenate(by_head)
-        limits = np.repeat(np.tile(self.full_pages, heads), lengths.ravel())
-        if (pages >= limits).any():
-            raise self._error("a selection has a page that its request does not have")
+        lengths, pages = (np.concatenate(column) for column in zip(*parts, strict=True))
+        limits = np.repeat(np.repeat(self.full_pages, self.header.heads), lengths.ravel())
+        if (wrong := np.flatnonzero(pages >= limits)).size:
+            page, limit = pages[wrong[0]], limits[wrong[0]]
+            raise self._error(f"got page {page}, expected one of the request's {limit} full pages")
         return LayerPages(lengths, pages)
 
     @property
@@ -135,33 +128,29 @@ class SelectionTrace:
         pages: np.ndarray = (self.visits.seq_lens - 1) // self.header.page_size
         return pages
 
-    def selections(self, layer_id: int) -> tuple[Selections, np.ndarray]:
+    def selections(self, layer_id: int) -> Selections:
         """A layer's selections, one stream for each head and request.
-
-        Returns:
-            The selections, and ``[S]``, the head of each stream.
 
         Raises:
             ConfigError: the layer is damaged.
         """
         lengths, pages = self.layer(layer_id)
-        heads, count = lengths.shape
+        count, heads = lengths.shape
         order = np.argsort(self.visits.requests, kind="stable")
         new = np.flatnonzero(np.diff(self.visits.requests[order], prepend=-1))
         starts = np.cumsum(lengths.ravel(), dtype=np.int64) - lengths.ravel()
-        rows = (np.arange(heads)[:, None] * count + order).ravel()
+        rows = (order * heads + np.arange(heads)[:, None]).ravel()
         sizes = lengths.ravel()[rows].astype(np.int64)
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
         gathered = pages[np.repeat(starts[rows], sizes) + within]
         streams = np.concatenate([h * count + new for h in range(heads)] + [[heads * count]])
-        made = Selections(
+        return Selections(
             pages=gathered,
             offsets=offsets,
             streams=streams,
             full_pages=np.tile(self.full_pages[order], heads),
         )
-        return made, np.repeat(np.arange(heads), len(new))
 
     def _open(self, path: Path) -> mmap.mmap:
         try:
@@ -170,14 +159,15 @@ class SelectionTrace:
         except (OSError, ValueError) as error:
             # An empty file cannot be mapped.
             reason = getattr(error, "strerror", None) or "it is empty"
-        raise self._error(f"cannot be read: {reason}")
+        raise self._error(f"cannot be read: {reason}; expected a trace")
 
     def _read_header(self) -> tuple[TraceHeader, int]:
         if self._data[: len(MAGIC)] != MAGIC:
-            raise self._error("is no trace of selections")
+            raise self._error(f"got {self._data[: len(MAGIC)]!r} at its start, expected {MAGIC!r}")
         chunk = self._chunk(len(MAGIC))
         if chunk is None or chunk[0] != HEAD:
-            raise self._error("its header is damaged")
+            got = "the end of the file" if chunk is None else repr(chunk[0])
+            raise self._error(f"its header is damaged: got {got}, expected a chunk {HEAD!r}")
         text = self._decoded(lambda: chunk[1].decode())
         values = parse_object(text, f"{self._name}: header", '{"note": "...", ...}')
         header = from_options(TraceHeader, "trace", f"{self._name}: header", values)
@@ -199,11 +189,12 @@ class SelectionTrace:
             elif kind == STEP:
                 found.append(self._read_step(start, content))
             else:
-                raise self._error(f"has a chunk of an unknown kind at byte {start - CHUNK.size}")
+                got = f"a chunk {kind!r} at byte {start - CHUNK.size}"
+                raise self._error(f"got {got}, expected {STEP!r} or {DONE!r}")
         if self.end is not None and at != len(self._data):
-            raise self._error("has bytes after its end")
+            raise self._error(f"got {len(self._data) - at} bytes after its end, expected none")
         if not found:
-            raise self._error("has no selections")
+            raise self._error("has no selections, expected those of one decode step or more")
         visits = Visits(*(np.concatenate(column) for column in zip(*found, strict=True)))
         if visits.seq_lens.max() > _MAX_TOKENS:
             raise self._error(
@@ -232,8 +223,8 @@ class SelectionTrace:
         if start + size > len(self._data):
             return None
         content = self._data[start : start + size]
-        if checksum(kind, content) != expected:
-            raise self._error(f"the chunk at byte {at} does not match its checksum: it is damaged")
+        if (got := checksum(kind, content)) != expected:
+            raise self._error(f"got checksum {got:x} at byte {at}, expected {expected:x}")
         return kind, content
 
     def _decoded(self, decode: Callable[[], R]) -> R:
@@ -242,8 +233,8 @@ class SelectionTrace:
         except ValueError as error:
             raise self._error(f"is damaged: {error}") from None
 
-    def _error(self, got: str) -> ConfigError:
+    def _error(self, problem: str) -> ConfigError:
         return ConfigError(
-            f"{self._name}: {got}; expected a trace that hisparse recorded "
-            '("trace": "FILE" in the configuration, or hisparse trace record)'
+            f'{self._name}: {problem}; to record a trace, set "trace": "FILE" in the configuration '
+            "or run hisparse trace record"
         )

@@ -73,7 +73,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, header: TraceHeader, max_bytes: int) -> None:
-        self._header, self._max_bytes = header, max_bytes
+        self._max_bytes = max_bytes
         self.path, self._file = _create(path)
         self._num_bytes = 0
         self._write(MAGIC + encode_about(header))
@@ -225,4 +225,4 @@ def _create(path: Path) -> tuple[Path, BinaryIO]:
                 f"{getattr(error, 'strerror', None) or error}; expected a file in a folder that "
                 "exists"
             ) from None
-    raise ConfigError(f"trace.path: {str(path)!r} and {_MOST_FILES} numbered names are taken")
+    raise ConfigError(f"trace.path: got {str(path)!r}, taken {_MOST_FILES} times; expected another")

@@ -15,8 +15,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import CapacityError, HiSparseError
 from hisparse.transformers.build import build_store, read_config
-from hisparse.transformers.forward import ForwardState, begin_forward, check_layer, read_mask
-from hisparse.transformers.rows import Rows, RowStore
+from hisparse.transformers.forward import Forward, check_layer, read_mask
 from hisparse.types import AttentionRule
 
 #: Attribute of a key tensor that holds its cache and layer.
@@ -24,10 +23,11 @@ _TAG = "_hisparse_cache"
 
 
 def key_origin(keys: Tensor) -> tuple[HiSparseCache, int] | None:
-    """The cache and the layer of new keys ``[B, Hkv, T, D]`` from :meth:`HiSparseCache.update`.
+    """The cache and the layer of new keys from :meth:`HiSparseCache.update`.
 
-    A model passes its cache only to ``update``, and passes the keys that ``update`` returns to the
-    attention function. The tag on the keys identifies the cache without any global state.
+    ``keys [B, Hkv, T, D]`` have the model's dtype. A model passes its cache only to ``update``, and
+    passes the keys that ``update`` returns to the attention function. The tag on the keys
+    identifies the cache without any global state.
     """
     return vars(keys).get(_TAG)
 
@@ -47,6 +47,11 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         device: device of the model; None for ``model.device``.
         settings: keys of the configuration, instead of ``config``.
 
+    Attributes:
+        row_store: the host pool of the cache and its forks.
+        token_ids: ``[B, n] int64``, token ids of the first n columns if a store had them, else
+            None.
+
     Raises:
         ConfigError: the model, a setting or a size is not supported.
         CapacityError: the sizes do not fit into memory.
@@ -64,20 +69,21 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         **settings: Any,
     ) -> None:
         merged = read_config(config, settings)
-        self._set_up(*build_store(model, merged, max_batch_size, max_length, max_tokens, device))
-
-    def _set_up(self, store: RowStore, max_length: int) -> None:
         super().__init__(layers=[])
-        self._store = store
-        self._max_length = max_length
-        self._slots = np.zeros(0, dtype=np.int64)
-        self._lengths = np.zeros(0, dtype=np.int64)
-        self._is_token = np.zeros((0, 0), dtype=np.bool_)
-        self._columns = 0
-        self._forward: ForwardState | None = None
+        self.row_store, self._max_length = build_store(
+            model, merged, max_batch_size, max_length, max_tokens, device
+        )
+        self._drop_rows()
+
+    def _own(self, slots: np.ndarray, is_token: np.ndarray, token_ids: Tensor | None) -> None:
+        """Take ownership of rows in the store; see :meth:`with_rows`."""
+        self._slots, self._is_token = slots, is_token
+        self.token_ids = token_ids
+        self._forward: Forward | None = None
         self._updated_layer: int | None = None
-        #: ``[B, n] int64``, token ids of the first n columns if a store had them, else None.
-        self.token_ids: Tensor | None = None
+
+    def _drop_rows(self) -> None:
+        self._own(np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.bool_), None)
 
     # Called by transformers during a forward.
 
@@ -87,7 +93,7 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         """Return the new K and V unchanged; :meth:`attend` stores them.
 
         Args:
-            key_states, value_states: ``[B, Hkv, T, D]``.
+            key_states, value_states: ``[B, Hkv, T, D]``, model's dtype.
             layer_idx: layer number.
 
         Raises:
@@ -116,66 +122,57 @@ class HiSparseCache(Cache):  # type: ignore[misc]
 
         Args:
             layer_id: layer number.
-            q: ``[B, Hq, T, D]``.
-            k, v: ``[B, Hkv, T, D]``.
+            q: ``[B, Hq, T, D]``, model's dtype, after the rotary embedding.
+            k, v: ``[B, Hkv, T, D]``, model's dtype; K after the rotary embedding.
             mask: ``[B, columns + T] bool``, False at padding; None if no column is padding.
             rule: how the layer attends.
-            sinks: ``[Hq]``, see :meth:`SparseCoordinator.attention`; None: no sinks.
+            sinks: ``[Hq]``, any float dtype, see :meth:`SparseCoordinator.attention`; None: none.
 
         Returns:
-            ``[B, T, Hq, D]``, zeros at padding.
+            ``[B, T, Hq, Dv]`` in the dtype of q, zeros at padding.
 
         Raises:
             HiSparseError: a tensor, the mask or the order of layers is not the expected one.
             CapacityError: the rows do not fit into ``max_length`` or ``max_tokens``.
         """
-        policy = self._store.coordinator.policy
-        check_layer(layer_id, q, k, v, rule, policy, self._store.device, self._max_length)
+        store, policy = self.row_store, self.coordinator.policy
+        check_layer(layer_id, q, k, v, rule, policy, store.device, self._max_length)
         if layer_id == 0:
-            self._store.check_forward()
+            store.check_forward()
             self._begin(q.shape[0], q.shape[2], mask)
         self._updated_layer = None
         if self._forward is None:
             raise HiSparseError(f"forward: got layer {layer_id} first, expected layer 0")
         out = self._forward.attention(layer_id, q, k, v, sinks)
         if layer_id == policy.kv.num_layers - 1:
-            self._finish()
+            self._forward.end()
+            self._is_token = np.concatenate([self._is_token, self._forward.is_token], axis=1)
+            self._forward = None
         return out
 
     def _begin(self, batch: int, width: int, mask: Tensor | None) -> None:
         self._recover()
-        columns = self._columns + width
+        columns = self.get_seq_length() + width
         if columns > self._max_length:
             raise CapacityError(
                 f"context: got {columns} columns, expected at most max_length ({self._max_length})"
             )
-        if not self._columns and batch != self._slots.size:
+        if columns == width and batch != self._slots.size:
             self.reset()
-            self._adopt(self._store.open(batch), np.zeros((batch, 0), np.bool_), None)
+            self._own(self.row_store.open(batch), np.zeros((batch, 0), np.bool_), None)
         if batch != self._slots.size:
             raise HiSparseError(
                 f"batch: got {batch} rows, expected the {self._slots.size} that the cache holds; "
                 "reset() the cache, or fork(n) it for n continuations of each row"
             )
-        is_token = read_mask(mask, self._is_token[:, : self._columns], width)
-        self._forward = begin_forward(self._store, self._slots, self._lengths, is_token)
-
-    def _finish(self) -> None:
-        assert self._forward is not None, "a forward has begun"
-        self._forward.end()
-        self._lengths = self._forward.lengths
-        self._append_columns(self._forward.is_token)
-        self._forward = None
-
-    def _append_columns(self, is_token: np.ndarray) -> None:
-        first, self._columns = self._columns, self._columns + is_token.shape[1]
-        self._is_token[:, first : self._columns] = is_token
+        is_token = read_mask(mask, self._is_token, width)
+        self._forward = Forward(self.row_store, self._slots, is_token)
 
     def _recover(self) -> None:
         """Undo a forward that an exception ended."""
         self._updated_layer = None
         if self._forward is not None:
-            self._store.shrink(self._slots, self._forward.lengths, self._lengths)
+            self._forward.undo()
             self._forward = None
 
     # What transformers asks; decoding is greedy or sampling.
@@ -204,7 +201,7 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        """Rejected: beam search."""
+        """Reject beam search, which gives ``beam_idx [beams] int64``."""
         raise HiSparseError(
             f"beam search: got {beam_idx.numel()} beams, expected num_beams=1 (greedy or sampling)"
         )
@@ -219,33 +216,27 @@ class HiSparseCache(Cache):  # type: ignore[misc]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of columns, padding included."""
-        return self._columns
+        return int(self._is_token.shape[1])
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
         """Number of tokens in each row, without padding."""
-        return tuple(self._lengths.tolist())
+        return tuple(self._is_token.sum(1).tolist())
 
     @property
-    def rows(self) -> Rows:
-        """The rows in the host pool, and which of their columns hold tokens."""
+    def slots(self) -> np.ndarray:
+        """``[B] int64``, request slots of the rows in :attr:`row_store`."""
         self._recover()
-        columns = self._is_token[:, : self._columns]
-        return Rows(slots=self._slots, is_token=columns, token_ids=self.token_ids)
-
-    @property
-    def row_store(self) -> RowStore:
-        """The host pool of the cache and its forks."""
-        return self._store
+        return self._slots
 
     def stats(self) -> CacheStats:
         """Hits, misses and bytes of the cache and its forks so far."""
-        return self._store.coordinator.stats()
+        return self.coordinator.stats()
 
     @property
     def coordinator(self) -> SparseCoordinator:
         """The engine of the cache and its forks, for example to ``observe`` selections."""
-        return self._store.coordinator
+        return self.row_store.coordinator
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove columns from the end.
@@ -256,26 +247,25 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         Raises:
             HiSparseError: the number is positive, or the cache has fewer columns.
         """
-        if not -self._columns <= tokens_to_remove <= 0:
+        columns = self.get_seq_length()
+        if not -columns <= tokens_to_remove <= 0:
             raise HiSparseError(
-                f"crop: got {tokens_to_remove}, expected {-self._columns} to 0: the number of "
+                f"crop: got {tokens_to_remove}, expected {-columns} to 0: the number of "
                 "columns to remove, negated"
             )
         self._recover()
         if tokens_to_remove == 0:
             return
-        self._columns += tokens_to_remove
-        lengths = self._is_token[:, : self._columns].sum(1)
-        self._store.shrink(self._slots, self._lengths, lengths)
-        self._lengths = lengths
+        self._is_token = self._is_token[:, : columns + tokens_to_remove]
+        self.row_store.shrink(self._slots, self._is_token.sum(1))
         if self.token_ids is not None:
-            self.token_ids = self.token_ids[:, : self._columns]
+            self.token_ids = self.token_ids[:, : columns + tokens_to_remove]
 
     def reset(self) -> None:
         """Free all rows. The next forward may have another batch size."""
         self._recover()
-        self._store.close(self._slots, self._lengths)
-        self._set_up(self._store, self._max_length)
+        self.row_store.close(self._slots)
+        self._drop_rows()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows, in the given order, and free the others.
@@ -295,10 +285,9 @@ class HiSparseCache(Cache):  # type: ignore[misc]
                 f"of 0 to {self._slots.size - 1}; fork(n) repeats rows"
             )
         self._recover()
-        freed = np.setdiff1d(rows, kept)
-        self._store.close(self._slots[freed], self._lengths[freed])
+        self.row_store.close(self._slots[np.setdiff1d(rows, kept)])
         ids = None if self.token_ids is None else self.token_ids[kept]
-        self._adopt(self._slots[kept], self._is_token[kept, : self._columns], ids)
+        self._own(self._slots[kept], self._is_token[kept], ids)
 
     def fork(self, count: int = 1) -> HiSparseCache:
         """Make a cache with ``count`` rows for each row of this one, next to each other.
@@ -315,16 +304,24 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         if count < 1:
             raise HiSparseError(f"fork: got {count} rows for each row, expected at least 1")
         self._recover()
-        slots = self._store.fork(self._slots, self._lengths, count)
+        slots = self.row_store.fork(self._slots, count)
         ids = None if self.token_ids is None else self.token_ids.repeat_interleave(count, dim=0)
-        is_token = self._is_token[:, : self._columns].repeat(count, axis=0)
-        return self.with_rows(Rows(slots=slots, is_token=is_token, token_ids=ids))
+        return self.with_rows(slots, self._is_token.repeat(count, axis=0), ids)
 
-    def with_rows(self, rows: Rows) -> HiSparseCache:
-        """Make a cache of ``rows`` in this cache's host pool; the new cache owns them."""
+    def with_rows(
+        self, slots: np.ndarray, is_token: np.ndarray, token_ids: Tensor | None
+    ) -> HiSparseCache:
+        """Make a cache of rows in this cache's host pool; the new cache owns them.
+
+        Args:
+            slots: ``[B] int64``, request slots.
+            is_token: ``[B, columns] bool``, False at padding.
+            token_ids: ``[B, n] int64``, of the first n columns, or None.
+        """
         cache = HiSparseCache.__new__(HiSparseCache)
-        cache._set_up(self._store, self._max_length)
-        cache._adopt(rows.slots, rows.is_token, rows.token_ids)
+        Cache.__init__(cache, layers=[])
+        cache.row_store, cache._max_length = self.row_store, self._max_length
+        cache._own(slots, is_token, token_ids)
         return cache
 
     @classmethod
@@ -343,41 +340,32 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         for cache in caches:
             cache._recover()
         slots = np.concatenate([cache._slots for cache in caches]) if caches else np.zeros(0)
-        stores = {id(cache._store) for cache in caches}
+        stores = {id(cache.row_store) for cache in caches}
         if len(stores) != 1 or not 0 < slots.size == np.unique(slots).size:
             raise HiSparseError(
                 f"join: got {len(caches)} caches with {slots.size} rows in {len(stores)} host "
                 "pools, expected different caches that hold rows in one pool: a cache and its forks"
             )
-        columns = max(cache._columns for cache in caches)
+        columns = max(cache.get_seq_length() for cache in caches)
         is_token = [
-            np.pad(cache._is_token[:, : cache._columns], ((0, 0), (0, columns - cache._columns)))
+            np.pad(cache._is_token, ((0, 0), (0, columns - cache.get_seq_length())))
             for cache in caches
             if cache._slots.size
         ]
-        joined, first = cls.__new__(cls), caches[0]
-        for cache in (joined, *caches):
-            cache._set_up(first._store, first._max_length)
-        joined._adopt(slots, np.concatenate(is_token), None)
+        joined = caches[0].with_rows(slots, np.concatenate(is_token), None)
+        for cache in caches:
+            cache._drop_rows()
         return joined
-
-    def _adopt(self, slots: np.ndarray, is_token: np.ndarray, token_ids: Tensor | None) -> None:
-        """Take ownership of rows in the store: ``slots [B]``, ``is_token [B, columns]``."""
-        self._slots, self._lengths = slots, is_token.sum(1)
-        self._is_token = np.zeros((slots.size, self._max_length), dtype=np.bool_)
-        self._columns = 0
-        self._append_columns(is_token)
-        self.token_ids = token_ids
 
     def __enter__(self) -> HiSparseCache:
         return self
 
     def __len__(self) -> int:
         """Number of layers."""
-        return self._store.coordinator.policy.kv.num_layers
+        return self.coordinator.policy.kv.num_layers
 
     def __repr__(self) -> str:
         return (
-            f"HiSparseCache(algorithm={self._store.coordinator.algorithm}, "
-            f"rows={self._slots.size}, columns={self._columns} of {self._max_length})"
+            f"HiSparseCache(algorithm={self.coordinator.algorithm}, "
+            f"rows={self._slots.size}, columns={self.get_seq_length()} of {self._max_length})"
         )

@@ -19,7 +19,6 @@ from hisparse.transformers.attention import enable
 from hisparse.transformers.build import read_config
 from hisparse.transformers.fingerprint import UnchangedModel, model_fingerprint
 from hisparse.transformers.forward import read_token_ids
-from hisparse.transformers.rows import Rows
 from hisparse.transformers.session import Session, StoredPages
 from hisparse.types import KVSpec
 from hisparse.units import MemorySize
@@ -96,14 +95,14 @@ class DB:
         """Begin a session with the longest stored prefix of a prompt.
 
         Args:
-            token_ids: ``[n]``, the prompt.
+            token_ids: ``[n]``, any integer dtype, the prompt.
             filter: of the attributes of a context; the prefix is then one of a context that it
                 accepts. None: any page counts, also those that servers have stored.
 
         Returns:
-            The session, and the tokens that its cache lacks, ``[m]``: at least two of a longer
-            prompt, since one new token would be a decode step, and as many as the algorithm needs
-            queries of.
+            The session, and the tokens that its cache lacks, ``[m]`` in the dtype of ``token_ids``,
+            int64 of a list: at least two of a longer prompt, since one new token would be a decode
+            step, and as many as the algorithm needs queries of.
 
         Raises:
             ConfigError: ``token_ids`` are no vector of token ids, or the model has changed.
@@ -115,15 +114,14 @@ class DB:
         keys = self._pages.keys(ids[: max(0, len(ids) - rest)])
         if filter is not None:
             keys = keys[: self._contexts.longest(keys, filter)]
-        slots, length = np.zeros(0, dtype=np.int64), 0
+        slots = np.zeros(0, dtype=np.int64)
         if found := self._pages.find(keys):
-            slots, length = self._pages.load(keys[:found])
-        rows = Rows(
-            slots=slots,
-            is_token=np.ones((slots.size, length), dtype=np.bool_),
-            token_ids=torch.from_numpy(ids[None, :length]) if length else None,
-        )
-        session = Session(self._cache.with_rows(rows), self._pages, self._contexts)
+            slots = self._pages.load(keys[:found])
+        length = int(self._cache.row_store.lengths[slots].sum())
+        is_token = np.ones((slots.size, length), dtype=np.bool_)
+        loaded = torch.from_numpy(ids[None, :length]) if length else None
+        cache = self._cache.with_rows(slots, is_token, loaded)
+        session = Session(cache, self._pages, self._contexts)
         return session, torch.as_tensor(token_ids)[length:]
 
     def import_(
@@ -135,9 +133,10 @@ class DB:
         """Store a context that was computed elsewhere, by dense attention of this model.
 
         Args:
-            token_ids: ``[n]``.
-            kv: K and V of each layer in order, ``[Hkv, n, D]`` or ``[1, Hkv, n, D]`` each, K after
-                the rotary embedding: a ``DynamicCache`` of transformers, or a list of pairs.
+            token_ids: ``[n]``, any integer dtype.
+            kv: K and V of each layer in order, ``[Hkv, n, D]`` or ``[1, Hkv, n, D]`` each, in the
+                model's dtype, K after the rotary embedding: a ``DynamicCache`` of transformers, or
+                a list of pairs.
             attributes: a JSON object, for filters.
 
         Returns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,8 +30,8 @@ def check_layer(
     """Check that a layer's tensors and rule are those that the cache was built for.
 
     Args:
-        q: ``[B, Hq, T, D]``.
-        k, v: ``[B, Hkv, T, D]``.
+        q: ``[B, Hq, T, D]``, any float dtype.
+        k, v: ``[B, Hkv, T, D]``, expected in the model's dtype.
         max_length: columns of the cache; a window that holds them is none.
 
     Raises:
@@ -65,7 +64,8 @@ def read_mask(mask: Tensor | None, cached: np.ndarray, width: int) -> np.ndarray
     """Find out which new columns hold tokens and which hold padding.
 
     Args:
-        mask: ``[B, columns + T]``, non-zero at tokens; None if every column holds a token.
+        mask: ``[B, columns + T]``, any dtype, non-zero at tokens; None if every column
+            holds a token.
         cached: ``[B, columns] bool``, True at tokens, for the columns in the cache.
         width: T, new columns.
 
@@ -98,7 +98,7 @@ def read_token_ids(token_ids: Tensor | Sequence[int]) -> np.ndarray:
     """The tokens of one context.
 
     Args:
-        token_ids: ``[n]``, a tensor of integers or a list.
+        token_ids: ``[n]``, a tensor of any integer dtype, or a list.
 
     Returns:
         ``[n] int64``.
@@ -128,30 +128,48 @@ def _not_tokens(got: str) -> ConfigError:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForwardState:
-    """State that all layers of a forward share.
+class Forward:
+    """A forward of the rows of a cache, with host pages for its tokens; the coordinator begins it.
+
+    A forward of one column is a decode step; a forward of more columns is part of a prompt.
+
+    Args:
+        store: the rows.
+        slots: ``[B]``, request slots.
+        is_token: ``[B, T] bool``, False at padding, for the columns of this forward.
 
     Attributes:
-        store: the rows; its coordinator has begun the forward, unless all columns are padding.
-        is_token: ``[B, T] bool``, False at padding, for the columns of this forward.
-        lengths: ``[B]``, tokens of each row after this forward.
-        index: ``[tokens] int64``, places of the tokens among the B * T columns; None if no column
-            is padding.
+        is_token: as given.
+
+    Raises:
+        CapacityError: too few host pages are free; nothing has changed.
     """
 
-    store: RowStore
-    is_token: np.ndarray
-    lengths: np.ndarray
-    index: Tensor | None
+    def __init__(self, store: RowStore, slots: np.ndarray, is_token: np.ndarray) -> None:
+        self._store, self._slots, self.is_token = store, slots, is_token
+        counts, self._before = is_token.sum(1), store.lengths[slots]
+        store.grow(slots, counts)
+        #: ``[tokens] int64``, places of the tokens among the B * T columns; None: no padding.
+        self._index: Tensor | None = None
+        if not is_token.all():
+            self._index = upload(np.flatnonzero(is_token), store.device)
+        if is_token.any():
+            active = counts > 0
+            make = _decode_batch if is_token.shape[1] == 1 else _prefill_batch
+            batch = make(store, slots[active], self._before[active], counts[active])
+            try:
+                store.coordinator.forward_begin(batch)
+            except BaseException:
+                self.undo()
+                raise
 
     def attention(
         self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention of one layer; arguments and result as of :meth:`HiSparseCache.attend`."""
+        """Attention of one layer; shapes and dtypes as of :meth:`HiSparseCache.attend`."""
         batch, heads, width, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        index, attention = self.index, self.store.coordinator.attention
+        index, attention = self._index, self._store.coordinator.attention
         if index is None:
             out = attention(layer_id, q, k, v, sinks=sinks)
             return out.view(batch, width, heads, -1)
@@ -163,41 +181,11 @@ class ForwardState:
     def end(self) -> None:
         """End the coordinator's forward, after the last layer."""
         if self.is_token.any():
-            self.store.coordinator.forward_end()
+            self._store.coordinator.forward_end()
 
-
-def begin_forward(
-    store: RowStore, slots: np.ndarray, lengths: np.ndarray, is_token: np.ndarray
-) -> ForwardState:
-    """Allocate host pages for the new tokens and begin the coordinator's forward.
-
-    A forward of one column is a decode step; a forward of more columns is part of a prompt.
-
-    Args:
-        store: the rows.
-        slots: ``[B]``, request slots.
-        lengths: ``[B]``, tokens of each row before the forward.
-        is_token: ``[B, T] bool``, False at padding.
-
-    Raises:
-        CapacityError: too few host pages are free; nothing has changed.
-    """
-    counts = is_token.sum(1)
-    new_lengths = lengths + counts
-    store.grow(slots, lengths, new_lengths)
-    index = None
-    if not is_token.all():
-        index = upload(np.flatnonzero(is_token), store.device)
-    if is_token.any():
-        active = counts > 0
-        make = _decode_batch if is_token.shape[1] == 1 else _prefill_batch
-        batch = make(store, slots[active], lengths[active], counts[active])
-        try:
-            store.coordinator.forward_begin(batch)
-        except BaseException:
-            store.shrink(slots, new_lengths, lengths)
-            raise
-    return ForwardState(store=store, is_token=is_token, lengths=new_lengths, index=index)
+    def undo(self) -> None:
+        """Give the rows the lengths from before a forward that an exception ended."""
+        self._store.shrink(self._slots, self._before)
 
 
 def _decode_batch(

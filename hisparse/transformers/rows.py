@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -64,31 +63,8 @@ class HostPageAllocator:
         self._num_free += unowned.size
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Rows of a store, without their K/V.
-
-    Attributes:
-        slots: ``[B]``, request slots.
-        is_token: ``[B, columns] bool``, False at padding.
-        token_ids: ``[B, columns] int64``, or None.
-    """
-
-    slots: np.ndarray
-    is_token: np.ndarray
-    token_ids: Tensor | None
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """``[B]``, tokens of each row."""
-        lengths: np.ndarray = self.is_token.sum(1)
-        return lengths
-
-
 class RowStore:
     """Request slots and their host pages. A cache and its forks share one store.
-
-    The store does not keep the rows' lengths: its methods take them, in tokens, one per slot.
 
     Args:
         coordinator: the engine of the rows.
@@ -96,6 +72,10 @@ class RowStore:
         row_pages: maximum number of host pages per row.
         num_pages: host pages of all rows together.
         device: device of the coordinator's tensors.
+
+    Attributes:
+        coordinator, max_rows, device: as given.
+        lengths: ``[slots] int64``, tokens of the row in each request slot.
     """
 
     def __init__(
@@ -114,31 +94,35 @@ class RowStore:
         self.page_size = coordinator.policy.kv.page_size
         #: Called before each forward.
         self.check_forward: Callable[[], None] = lambda: None
+        self.lengths = np.zeros(max_rows + 1, dtype=np.int64)
         self._table = np.zeros((max_rows + 1, row_pages), dtype=np.int32)
         self._free_slots = list(range(max_rows, 0, -1))
 
-    def open(self, count: int) -> np.ndarray:
-        """Begin ``count`` empty rows.
+    def open(self, count: int, length: int = 0) -> np.ndarray:
+        """Begin ``count`` rows of ``length`` tokens each, whose K and V the caller writes.
 
         Returns:
             ``[count] int64`` request slots.
 
         Raises:
-            CapacityError: fewer slots are free.
+            CapacityError: fewer slots or host pages are free; nothing has changed.
         """
         if count > len(self._free_slots):
             raise CapacityError(
                 f"rows: got {count} new rows, expected at most {len(self._free_slots)}: "
                 f"max_batch_size is {self.max_rows} and counts the rows of a cache and of its forks"
             )
-        slots = [self._free_slots.pop() for _ in range(count)]
-        for slot in slots:
+        slots = np.array(self._free_slots[: -count - 1 : -1], dtype=np.int64)
+        self.lengths[slots] = 0
+        self.grow(slots, np.full(count, length))
+        del self._free_slots[len(self._free_slots) - count :]
+        for slot in slots.tolist():
             self.coordinator.on_request_begin(slot)
-        return np.array(slots, dtype=np.int64)
+        return slots
 
-    def close(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """End rows of ``slots [n]``, ``lengths [n]`` tokens; free their slots and host pages."""
-        self._drop_pages(slots, lengths, np.zeros_like(lengths))
+    def close(self, slots: np.ndarray) -> None:
+        """End the rows of ``slots [n]``; free their slots and host pages."""
+        self._drop_pages(slots, np.zeros_like(slots))
         for slot in slots.tolist():
             self.coordinator.on_request_end(slot)
             self._free_slots.append(slot)
@@ -148,43 +132,37 @@ class RowStore:
         pages: np.ndarray = -(-lengths // self.page_size)
         return pages
 
-    def _table_index(
-        self, slots: np.ndarray, first: np.ndarray, end: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Places ``[m]`` in the page table: pages ``first [n]`` to ``end - 1`` of ``slots [n]``."""
-        count = end - first
-        before = np.repeat(count.cumsum() - count, count)
-        column = np.arange(count.sum()) - before + np.repeat(first, count)
-        return np.repeat(slots, count), column
-
-    def grow(self, slots: np.ndarray, lengths: np.ndarray, new_lengths: np.ndarray) -> None:
-        """Allocate host pages so that ``slots [n]`` hold ``new_lengths [n]`` tokens.
+    def grow(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Allocate host pages for ``counts [n]`` more tokens of ``slots [n]``.
 
         Raises:
             CapacityError: fewer pages are free; nothing has changed.
         """
-        index = self._table_index(slots, self.num_pages(lengths), self.num_pages(new_lengths))
+        lengths = self.lengths[slots]
+        index = _ranges(slots, self.num_pages(lengths), self.num_pages(lengths + counts))
         self._table[index] = self.pages.allocate(index[0].size)
+        self.lengths[slots] = lengths + counts
 
-    def _drop_pages(self, slots: np.ndarray, lengths: np.ndarray, new_lengths: np.ndarray) -> None:
-        index = self._table_index(slots, self.num_pages(new_lengths), self.num_pages(lengths))
-        self.pages.free(self._table[index])
+    def _drop_pages(self, slots: np.ndarray, new_lengths: np.ndarray) -> None:
+        last = self.num_pages(self.lengths[slots])
+        self.pages.free(self._table[_ranges(slots, self.num_pages(new_lengths), last)])
+        self.lengths[slots] = new_lengths
 
-    def shrink(self, slots: np.ndarray, lengths: np.ndarray, new_lengths: np.ndarray) -> None:
-        """Shorten the rows of ``slots [n]`` from ``lengths [n]`` to ``new_lengths [n]`` tokens.
+    def shrink(self, slots: np.ndarray, new_lengths: np.ndarray) -> None:
+        """Shorten the rows of ``slots [n]`` to ``new_lengths [n]`` tokens.
 
         The rows lose their device pages, and algorithms forget their state of the request, which
         may depend on removed tokens. Representations of the remaining pages stay.
         """
-        self._drop_pages(slots, lengths, new_lengths)
+        self._drop_pages(slots, new_lengths)
         for slot, length in zip(slots.tolist(), new_lengths.tolist(), strict=True):
             self.coordinator.on_request_begin(slot)
             last = length // self.page_size
             if length % self.page_size and self.pages.is_shared(self._table[slot, last]):
-                self._copy_tail(slot, length)
-            self.fill_tail(slot, length)
+                self._copy_tail(slot)
+            self.fill_tail(slot)
 
-    def fork(self, slots: np.ndarray, lengths: np.ndarray, count: int) -> np.ndarray:
+    def fork(self, slots: np.ndarray, count: int) -> np.ndarray:
         """Make ``count`` new rows for each slot. They share full pages and copy the tail page.
 
         Returns:
@@ -193,24 +171,23 @@ class RowStore:
         Raises:
             CapacityError: too few slots are free, or too few pages for the copies.
         """
-        parents, lengths = np.repeat(slots, count), np.repeat(lengths, count)
+        parents = np.repeat(slots, count)
+        lengths = self.lengths[parents]
         self.pages.require(int((lengths % self.page_size > 0).sum()))
         children = self.open(parents.size)
-        self._table[children] = self._table[parents]
-        index = self._table_index(children, np.zeros_like(lengths), self.num_pages(lengths))
+        self._table[children], self.lengths[children] = self._table[parents], lengths
+        index = _ranges(children, np.zeros_like(lengths), self.num_pages(lengths))
         self.pages.share(self._table[index])
-        for parent, slot, length in zip(
-            parents.tolist(), children.tolist(), lengths.tolist(), strict=True
-        ):
+        for parent, slot in zip(parents.tolist(), children.tolist(), strict=True):
             self.coordinator.representations.fork(parent, slot)
-            if length % self.page_size:
-                self._copy_tail(slot, length)
-            self.fill_tail(slot, length)
+            if self.lengths[slot] % self.page_size:
+                self._copy_tail(slot)
+            self.fill_tail(slot)
         return children
 
-    def _copy_tail(self, slot: int, length: int) -> None:
+    def _copy_tail(self, slot: int) -> None:
         """Replace a row's shared tail page by a copy that the row may write to."""
-        last, tail = divmod(length, self.page_size)
+        last, tail = divmod(int(self.lengths[slot]), self.page_size)
         shared = self._table[slot, last : last + 1].copy()
         copy = self.pages.allocate(1)
         kv_io, kv = self.coordinator.manager.kv_io, self.coordinator.policy.kv
@@ -224,26 +201,30 @@ class RowStore:
         self.pages.free(shared)
         self._table[slot, last] = copy[0]
 
-    def fill_tail(self, slot: int, length: int) -> None:
+    def fill_tail(self, slot: int) -> None:
         """Copy the tokens of a row's tail page from host memory to the device."""
-        last, tail = divmod(length, self.page_size)
-        if not tail:
+        tail = self.lengths[[slot]] % self.page_size
+        if not tail.any():
             return
         kv_io = self.coordinator.manager.kv_io
-        slots = self.host_slots(
-            np.array([slot]), np.array([last * self.page_size]), np.array([tail])
-        )
+        slots = self.host_slots(np.array([slot]), self.lengths[[slot]] - tail, tail)
         for layer in range(self.coordinator.policy.kv.num_layers):
             kv_io.write_tail(layer, slot, *kv_io.read_tokens(layer, slots))
 
     def host_slots(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
         """``[tokens] int64`` host slots of the positions ``starts`` to ``starts + counts - 1``."""
-        position = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        position += np.repeat(starts, counts)
-        pages = self._table[np.repeat(slots, counts), position // self.page_size]
+        rows, position = _ranges(slots, starts, starts + counts)
+        pages = self._table[rows, position // self.page_size]
         host_slots = pages.astype(np.int64) * self.page_size + position % self.page_size
         return upload(host_slots, self.device)
 
     def page_table(self, slots: np.ndarray, num_pages: int) -> Tensor:
         """``[B, num_pages] int32`` host pages, copied; entries beyond a row's pages are stale."""
         return upload(self._table[slots, :num_pages], self.device)
+
+
+def _ranges(slots: np.ndarray, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``first [n]`` to ``end - 1`` of each of ``slots [n]``: the slots and the numbers, ``[m]``."""
+    count = end - first
+    numbers = np.arange(count.sum()) + np.repeat(first - count.cumsum() + count, count)
+    return np.repeat(slots, count), numbers

@@ -66,30 +66,27 @@ class StoredPages:
         self._model.check()
         return self._store.find(self.namespace, keys)
 
-    def load(self, keys: Sequence[str]) -> tuple[np.ndarray, int]:
+    def load(self, keys: Sequence[str]) -> np.ndarray:
         """Read pages into a new row, up to the first that is absent or damaged.
 
         Returns:
-            Request slot of the row, ``[1]``, and its tokens; ``[0]`` and 0 if there is no page.
+            Request slot of the row, ``[1]``; ``[0]`` if there is no page.
 
         Raises:
             CapacityError: the row does not fit.
         """
-        slots, held = self._open(len(keys) * self.page_tokens)
+        slots = self._rows.open(1, len(keys) * self.page_tokens)
         try:
-            pages = self._pages(slots, held)
-            length = np.array([self._read(keys, pages) * self.page_tokens])
-            self._rows.shrink(slots, held, length)
-            held = length
-            self._exact.set_exact(self._pages(slots, held))
-            self._represent(slots, held)
+            count = self._read(keys, self._pages(slots))
+            self._rows.shrink(slots, np.array([count * self.page_tokens]))
+            self._exact.set_exact(self._pages(slots))
+            self._represent(slots)
         except BaseException:
-            self._rows.close(slots, held)
+            self._rows.close(slots)
             raise
-        if not held.any():
-            self._rows.close(slots, held)
-            slots = slots[:0]
-        return slots, int(held[0])
+        if not count:
+            self._rows.close(slots)
+        return slots[:count]
 
     def save(self, slots: np.ndarray, keys: Sequence[str]) -> int:
         """Store the first pages of a row, ``slots [1]``, up to the first that is not exact.
@@ -103,8 +100,8 @@ class StoredPages:
         self._model.check()
         if not keys:
             return 0
-        pages = self._pages(slots, np.array([len(keys) * self.page_tokens]))
         per_record = self._serializer.pages_per_record
+        pages = self._pages(slots)[: len(keys) * per_record]
         exact = self._exact.read(pages).view(len(keys), per_record).all(1).long()
         keys = keys[: int(exact.cumprod(0).sum())]
         known = self._store.find(self.namespace, keys)
@@ -123,7 +120,7 @@ class StoredPages:
         """Store pages that were computed elsewhere, by way of a row that lasts for the call.
 
         Args:
-            layers: K ``[T, Hkv, D]`` and V ``[T, Hkv, Dv]`` of each layer.
+            layers: K ``[T, Hkv, D]`` and V ``[T, Hkv, Dv]`` of each layer, model's dtype.
             length: T.
             keys: of the whole pages.
 
@@ -133,29 +130,20 @@ class StoredPages:
         Raises:
             CapacityError: the row does not fit.
         """
-        slots, held = self._open(length)
+        slots = self._rows.open(1, length)
         try:
-            host_slots = self._rows.host_slots(slots, np.array([0]), held)
+            host_slots = self._rows.host_slots(slots, np.array([0]), np.array([length]))
             for layer, (k, v) in enumerate(layers):
                 self._rows.coordinator.manager.kv_io.write(layer, host_slots, k, v)
-            self._exact.set_exact(self._pages(slots, held))
+            self._exact.set_exact(self._pages(slots))
             return self.save(slots, keys)
         finally:
-            self._rows.close(slots, held)
+            self._rows.close(slots)
 
-    def _open(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """A new row with host pages for ``length`` tokens: its slot and length, ``[1]`` each."""
-        slots, held = self._rows.open(1), np.array([length])
-        try:
-            self._rows.grow(slots, np.zeros_like(held), held)
-        except BaseException:
-            self._rows.close(slots, np.zeros_like(held))
-            raise
-        return slots, held
-
-    def _pages(self, slots: np.ndarray, lengths: np.ndarray) -> Tensor:
-        """``[P] int64``, host pages of a row, on the host."""
-        return self._rows.page_table(slots, int(self._rows.num_pages(lengths)[0]))[0].long().cpu()
+    def _pages(self, slots: np.ndarray) -> Tensor:
+        """``[P] int64``, host pages of the row in ``slots [1]``, on the host."""
+        count = self._rows.num_pages(self._rows.lengths[slots])
+        return self._rows.page_table(slots, int(count[0]))[0].long().cpu()
 
     def _read(self, keys: Sequence[str], pages: Tensor) -> int:
         """Fill ``pages [P] int64`` with records up to an absent one; returns how many records."""
@@ -175,11 +163,12 @@ class StoredPages:
                 return first + whole
         return len(keys)
 
-    def _represent(self, slots: np.ndarray, lengths: np.ndarray) -> None:
-        """Build the representations of all pages of a row: ``slots, lengths [1]``."""
-        table = self._rows.page_table(slots, int(self._rows.num_pages(lengths)[0]))[0]
+    def _represent(self, slots: np.ndarray) -> None:
+        """Build the representations of all pages of the row in ``slots [1]``."""
+        length = self._rows.lengths[slots]
+        table = self._rows.page_table(slots, int(self._rows.num_pages(length)[0]))[0]
         after = PrefillChunk(
-            slot=int(slots[0]), start=int(lengths[0]), length=0, offset=0, host_pages=table
+            slot=int(slots[0]), start=int(length[0]), length=0, offset=0, host_pages=table
         )
         self._loaded.add(table.long().cpu())
         self._loaded.begin([after])
@@ -215,8 +204,8 @@ class Session:
         """Give the new tokens of a layer, for an engine that runs its own layers.
 
         Args:
-            q: ``[1, Hq, T, D]``, after the rotary embedding.
-            k, v: ``[1, Hkv, T, D]``; K after the rotary embedding.
+            q: ``[1, Hq, T, D]``, model's dtype, after the rotary embedding.
+            k, v: ``[1, Hkv, T, D]``, model's dtype; K after the rotary embedding.
             layer_id: layer number.
         """
         self._updated = layer_id, q, k, v
@@ -230,10 +219,11 @@ class Session:
         Args:
             q: as given to :meth:`update`.
             layer_id: layer number.
-            sinks: ``[Hq]``, the logits of attention sinks, for a model that has them.
+            sinks: ``[Hq]``, any float dtype, the logits of attention sinks, for a model that has
+                them.
 
         Returns:
-            ``[1, T, Hq, D]``.
+            ``[1, T, Hq, Dv]`` in the dtype of q.
 
         Raises:
             HiSparseError: :meth:`update` of the layer did not come before, or a tensor has another
@@ -265,9 +255,10 @@ class Session:
         The store gets whole pages, up to the first token that a sparse decode step has computed.
 
         Args:
-            token_ids: ``[n]``, the tokens whose K and V the cache holds, padding left out. Tokens
-                beyond those of the cache are ignored, such as the last one of ``generate``. Only
-                the caller knows that these are the tokens: others would store wrong pages.
+            token_ids: ``[n]``, any integer dtype, the tokens whose K and V the cache holds, padding
+                left out. Tokens beyond those of the cache are ignored, such as the last one of
+                ``generate``. Only the caller knows that these are the tokens: others would store
+                wrong pages.
             attributes: a JSON object, for filters.
 
         Returns:
@@ -278,13 +269,13 @@ class Session:
                 was created for; ``attributes`` is no JSON object; the model has changed.
             HiSparseError: the cache has several rows, or the contexts cannot be written.
         """
-        ids, rows = read_token_ids(token_ids), self.cache.rows
-        if rows.slots.size > 1:
-            raise HiSparseError(f"store: got {rows.slots.size} rows, expected the one of a session")
-        if rows.token_ids is not None:
-            _check_beginning(ids, rows.token_ids[0].numpy())
-        keys = self._pages.keys(ids[: int(rows.lengths.sum())])
-        stored = self._pages.save(rows.slots, keys)
+        ids, slots, loaded = read_token_ids(token_ids), self.cache.slots, self.cache.token_ids
+        if slots.size > 1:
+            raise HiSparseError(f"store: got {slots.size} rows, expected the one of a session")
+        if loaded is not None:
+            _check_beginning(ids, loaded[0].numpy())
+        keys = self._pages.keys(ids[: sum(self.cache.row_lengths)])
+        stored = self._pages.save(slots, keys)
         num_tokens = stored * self._pages.page_tokens
         return self._contexts.add(keys[:stored], num_tokens, attributes or {})
 

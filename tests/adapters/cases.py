@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope
+from tests.shapes import TWO_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +40,9 @@ class Case:
     @property
     def spec(self) -> KVSpec:
         """Two KV heads of four query heads each, or DeepSeek's latent under 16 heads."""
-        return KVSpec(
-            num_layers=1,
-            num_q_heads=16 if self.latent else 8,
-            num_kv_heads=1 if self.latent else 2,
-            head_dim=576 if self.latent else 64,
-            v_head_dim=512 if self.latent else 64,
-            dtype=self.dtype,
-            page_size=self.size,
-            attention="MLA" if self.latent else "GQA",
-        )
+        spec = replace(TWO_LAYERS, num_layers=1, dtype=self.dtype, page_size=self.size)
+        shape = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512}
+        return replace(spec, attention="MLA", **shape) if self.latent else spec
 
     @property
     def rule(self) -> AttentionRule:

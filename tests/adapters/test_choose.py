@@ -23,10 +23,9 @@ from hisparse.engine.build import resolve
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.kernels import quantize
-from hisparse.memory.costs import Resources
 from hisparse.types import UNSCALED, AttentionRule, KVSpec
 from tests.adapters.interpreter import Interpreter
-from tests.shapes import LLAMA
+from tests.shapes import LLAMA, machine
 
 
 def spec(**settings: Any) -> KVSpec:
@@ -223,14 +222,7 @@ def test_triton_is_missed_where_it_is_not_installed(monkeypatch: pytest.MonkeyPa
 def test_a_setup_holds_the_adapter_and_refuses_one_that_does_not_fit(device: str) -> None:
     def adapter_of(**settings: Any) -> tuple[str, str]:
         config = HiSparseConfig(**settings)
-        resources = Resources(
-            host_bytes=1 << 36,
-            device_bytes=1 << 34,
-            context_length=8192,
-            max_requests=4,
-            device_type=device,
-        )
-        return resolve(config, spec(), 0.1, resources).adapter
+        return resolve(config, spec(), 0.1, machine(device_type=device)).adapter
 
     assert adapter_of()[0] == {"cpu": "torch", "cuda": "triton"}[device]
     assert adapter_of(adapter="torch") == ("torch", "requested")

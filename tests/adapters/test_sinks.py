@@ -1,4 +1,4 @@
-"""``add_sinks`` against a softmax that has the sink as one more key, whose value is 0."""
+"""Parts that are merged, and ``add_sinks``: a softmax with one more key, whose value is 0."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_sink_is_a_key_whose_value_is_nothing(
 def test_a_query_without_keys_attends_the_sink_alone() -> None:
     sinks = torch.tensor([0.5, -2.0])
     empty = Attended(torch.zeros(3, 2, 4), torch.full((3, 2), -torch.inf))
-    out, lse = add_sinks(empty, sinks)
+    out, lse = add_sinks(merge_attended(empty, empty), sinks)
     assert_close(out, torch.zeros(3, 2, 4))
     assert_close(lse, sinks.expand(3, 2))
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from hisparse.adapters import ADAPTERS, Attended, merge_attended
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup, resolve
-from hisparse.memory.costs import Resources
 from hisparse.types import AttentionRule, PagedKV
 from tests.adapters.interpreter import Interpreter
 from tests.shapes import TWO_LAYERS as SPEC
+from tests.shapes import machine
 
 REQUESTS = 4
 CONTEXT = 1200 * 16
@@ -22,14 +22,9 @@ CONTEXT = 1200 * 16
 
 def plan(adapter: str, chunk_tokens: int = 0, **settings: Any) -> EngineSetup:
     config = HiSparseConfig(adapter=adapter, budget=256, **settings)
-    resources = Resources(
-        host_bytes=1 << 30,
-        device_bytes=1 << 30,
-        context_length=CONTEXT,
-        max_requests=REQUESTS,
-        device_type="cuda",
-        chunk_tokens=chunk_tokens,
-    )
+    sizes = {"host_bytes": 1 << 30, "device_bytes": 1 << 30, "context_length": CONTEXT}
+    sizes |= {"max_requests": REQUESTS, "chunk_tokens": chunk_tokens}
+    resources = machine(**sizes, device_type="cuda")
     return resolve(config, SPEC, 0.125, resources)
 
 
@@ -77,7 +72,7 @@ def test_flashinfer_is_charged_for_all_its_wrappers(
         if width <= tile:
             attend(1, 8, 2, width)
     # FlashInfer's buffer for prefill, of which there is one.
-    assert planned.sizing.workspace_bytes == kept_bytes(adapter) + (32 << 20)
+    assert planned.sizing.device["workspace of the adapter"] == kept_bytes(adapter) + (32 << 20)
 
 
 def test_a_tail_estimate_has_tables_of_the_whole_context(interpreter: Interpreter) -> None:
@@ -89,7 +84,10 @@ def test_a_tail_estimate_has_tables_of_the_whole_context(interpreter: Interprete
     queries = 3 * (2 + 4 + 8) * 4 * 64 * 2
     ends = 3 * 4 * sum(3 * rows + 2 for rows in (2, 4, 8))
     more = 9 * (9 << 20) + lists + queries + ends
-    assert planned.workspace_bytes == without.workspace_bytes + more
+    assert (
+        planned.device["workspace of the adapter"]
+        == without.device["workspace of the adapter"] + more
+    )
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "flash_attention"])
@@ -103,7 +101,7 @@ def test_a_prefill_is_charged_for_its_outputs(
     after = merge_attended(tile, before)
     held = sum(x.nbytes for attended in (tile, before, after) for x in attended)
     weights = 2 * tile.lse.nbytes
-    assert plan(name, chunk_tokens=64).sizing.workspace_bytes == held + weights
+    assert plan(name, chunk_tokens=64).sizing.device["workspace of the adapter"] == held + weights
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "flash_attention"])
@@ -112,5 +110,5 @@ def test_the_others_keep_nothing(
 ) -> None:
     monkeypatch.setattr(ADAPTERS.get(name), "missing", classmethod(lambda cls: None))
     sizing = plan(name).sizing
-    assert sizing.workspace_bytes == 0
+    assert sizing.device["workspace of the adapter"] == 0
     assert "workspace" not in sizing.describe()

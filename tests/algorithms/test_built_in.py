@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, build_algorithm
+from hisparse.algorithms import DecodeStep, build_algorithm
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.streaming import Streaming
 from hisparse.config import HiSparseConfig
@@ -18,33 +18,24 @@ from hisparse.testing import Simulator
 from hisparse.types import Selection
 
 SCOPES = ["layer", "kv_head", "query_head"]
+Seen = tuple[int, torch.Tensor, DecodeStep, Selection]
 
 
-class Watched:
-    """Records every selection of an algorithm with its step and queries."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cls: type[BaseSparseAlgorithm]) -> None:
-        self.seen: list[tuple[int, torch.Tensor, DecodeStep, Selection]] = []
-        right = cls.retrieve_topk
-
-        def retrieve(
-            algorithm: BaseSparseAlgorithm, queries: torch.Tensor, layer: int, step: DecodeStep
-        ) -> Selection:
-            selection = right(algorithm, queries, layer, step)
-            self.seen.append((layer, queries, step, selection))
-            return selection
-
-        monkeypatch.setattr(cls, "retrieve_topk", retrieve)
+def watch(sim: Simulator) -> list[Seen]:
+    """A list that takes up each selection as it is made."""
+    seen: list[Seen] = []
+    sim.coordinator.observe(lambda *found: seen.append(found))
+    return seen
 
 
-def test_streaming_keeps_sinks_and_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch, Streaming)
+def test_streaming_keeps_sinks_and_the_window() -> None:
     sim = Simulator(algorithm=Streaming(), budget=48)
+    seen = watch(sim)
     long, short = sim.request(1, 140, seed=1), sim.request(2, 60, seed=2)
     sim.prefill((long, 100), (short, 30))
     for _ in range(10):
         sim.decode(long, short)
-    for _, _, step, (pages, lengths) in watched.seen:
+    for _, _, step, (pages, lengths) in seen:
         for row, count in enumerate(step.num_pages.tolist()):
             expected = [0, *range(count - 4, count)] if count > 5 else list(range(count))
             for head in range(2):
@@ -53,17 +44,15 @@ def test_streaming_keeps_sinks_and_the_window(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_the_oracle_keeps_the_pages_with_the_most_mass(
-    scope: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = Watched(monkeypatch, Oracle)
+def test_the_oracle_keeps_the_pages_with_the_most_mass(scope: str) -> None:
     sim = Simulator(scope=scope, algorithm=Oracle(), budget=48)
+    seen = watch(sim)
     request = sim.request(1, 140, seed=3)
     sim.prefill((request, 120))
     for _ in range(5):
         sim.decode(request)
     size, group = sim.page_size, sim.spec.group_size
-    for layer, queries, step, (pages, _) in watched.seen:
+    for layer, queries, step, (pages, _) in seen:
         count = int(step.num_pages[0])
         keys = request.k[layer, : count * size].double().repeat_interleave(group, dim=1)
         logits = torch.einsum("hd,khd->hk", queries[0].double(), keys) * sim.policy.scale

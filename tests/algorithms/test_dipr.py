@@ -19,13 +19,16 @@ from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder, Retrieved
 from tests.sizes import sized
 
+LATENTS: dict[str, Any] = {"kv_heads": 1, "head_dim": 48, "latent_rank": 32}
 SCOPES = ["layer", "kv_head", "query_head"]
 
 
 def behind_best(sim: Simulator, request: Request, layer: int, tokens: int) -> Tensor:
     """``[H, P]``: a page's best logit minus the head's best; maximum over the heads of a row."""
     size, count = sim.page_size, (tokens - 1) // sim.page_size
-    k = request.k[layer, :tokens].double().repeat_interleave(sim.spec.group_size, dim=1)
+    kv_format, own = sim.manager.host.format, (layer, slice(tokens))
+    k = kv_format.as_read(request.k[own], request.v[own]).k.double()
+    k = k.repeat_interleave(sim.spec.group_size, dim=1)
     logits = torch.einsum("hd,khd->hk", request.q[layer, tokens - 1].double(), k) * sim.scale
     pages = logits[:, : count * size].unflatten(1, (count, size)).amax(-1)
     behind = pages - logits.amax(-1, keepdim=True)
@@ -96,6 +99,27 @@ def test_what_is_kept_is_what_is_in_range(
     for seen in recorder.retrieved:
         for row, slot in enumerate(seen.slots):
             require_range(sim, requests[slot - 1], seen, row, -math.log(alpha))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "int8", "layout": "page_first"},
+        {"scope": "layer"} | LATENTS,
+        {"scope": "kv_head", "kv_cache_dtype": "fp8_e4m3"} | LATENTS,
+    ],
+    ids=["fp8", "int8", "mla", "mla-fp8"],
+)
+def test_keys_are_scored_as_they_are_stored(stored: dict[str, Any]) -> None:
+    recorder = Recorder(DIPR(alpha=0.05))
+    sim = Simulator(algorithm=recorder, **stored)
+    request = sim.request(1, 203, seed=3)
+    sim.prefill((request, 190))
+    for _ in range(13):
+        sim.decode(request)
+    for seen in recorder.retrieved:
+        require_range(sim, request, seen, 0, -math.log(0.05))
 
 
 def retrieved(algorithm: DIPR, scope: Any = "kv_head", **changes: Any) -> list[Retrieved]:

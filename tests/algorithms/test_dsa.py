@@ -13,7 +13,6 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32In
 
 from hisparse.algorithms import DecodeStep, PrefillStep
 from hisparse.algorithms.dsa import DSA
-from hisparse.algorithms.quest import Quest
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.kernels.index.reference import stored_to_float
 from hisparse.testing import Request, Simulator
@@ -103,13 +102,11 @@ def simulator(**changes: object) -> Simulator:
     )
 
 
-def serve(
-    sim: Simulator, request: Request, *chunks: int, others: tuple[Request, ...] = ()
-) -> Tensor:
+def serve(sim: Simulator, request: Request, *chunks: int) -> Tensor:
     """Prefill in chunks, decode the rest: outputs ``[L, n, Hq, D]``."""
     outs = [sim.prefill((request, chunk))[0] for chunk in chunks]
     while request.done < request.length:
-        outs.append(sim.decode(request, *others)[:, :1])
+        outs.append(sim.decode(request))
     return torch.cat(outs, dim=1)
 
 
@@ -185,20 +182,6 @@ def test_sinks_and_recents_are_kept_where_asked_for(monkeypatch: pytest.MonkeyPa
         assert len(tokens) == min(position + 1, TOP_K)
 
 
-def test_others_and_a_shared_prefix_change_nothing() -> None:
-    outs = []
-    for alone in (True, False):
-        sim = simulator(algorithm=DSA())
-        first, other = sim.request(1, LENGTH, seed=4), sim.request(3, LENGTH + 60, seed=6)
-        sim.prefill((first, 100), (other, 90))
-        request = sim.request(2, LENGTH, seed=5, like=first, shared=70)
-        if alone:
-            request.host_pages, request.done = [], 0
-        rest = PROMPT - request.done
-        outs.append(serve(sim, request, rest, others=() if alone else (other,))[:, 70 - LENGTH :])
-    assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-6)
-
-
 def test_fp8_keys_have_a_scale_that_is_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Indexed(16, seed=16)
     chosen, sim = Chosen(monkeypatch), simulator(algorithm=DSA())
@@ -231,9 +214,9 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="model without an indexer, expected one such as"):
         DSA().representations(plain)
     request = sim.request(1, 10, seed=0)
-    sim.algorithm = Quest()
+    sim.coordinator.forward_begin(sim.next_chunks((request, 5)))
     with pytest.raises(HiSparseError, match="got no indexer inputs from the model"):
-        sim.prefill((request, 5))
+        sim.coordinator.attention(0, *(x[0, :5] for x in request.streams[:3]))
 
 
 def test_every_fp8_number_is_read_as_it_is() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.kernels import SketchLayout, page_score, page_sketch, page_summary, sketch_score
-from hisparse.testing import Simulator
 from hisparse.types import KVSpec
 from tests.shapes import LLAMA
 
@@ -87,19 +86,3 @@ def test_about_a_tenth_of_the_key_bytes(head_dim: int) -> None:
 
 def test_a_page_of_one_token_has_no_detail() -> None:
     assert Sketch().layout(spec(page_size=1)).num_channels == 0
-
-
-@pytest.mark.parametrize("scope", ["query_head", "kv_head", "layer"])
-def test_decoding_sketches_as_a_prefill_would(scope: str) -> None:
-    """Pages filled by decoding have the same sketches as pages of a prompt, bit for bit."""
-    sims = []
-    for prompt in (40, 120):
-        sim = Simulator(scope=scope, algorithm=Sketch(), budget=48)
-        request = sim.request(1, 120, seed=4)
-        sim.prefill((request, prompt))
-        for _ in range(120 - prompt):
-            sim.decode(request)
-        pages = torch.tensor(request.host_pages[: 120 // sim.page_size])
-        sims.append(sim.representations.tensors["sketch"][:, pages])
-    assert sims[0].any()
-    assert torch.equal(*sims)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import DecodeStep, Representation, build_algorithm, entry_bytes, sketch
+from hisparse.algorithms import DecodeStep, Representation, build_algorithm, entry_bytes
 from hisparse.algorithms.sketch import Sketch
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
@@ -31,7 +31,7 @@ class Economy(Sketch):
 @pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two candidates for each page, so that short contexts have more pages than candidates."""
-    monkeypatch.setattr(sketch, "_CANDIDATES", 2)
+    monkeypatch.setattr(Sketch, "host_candidates", 2)
 
 
 @pytest.mark.usefixtures("few_candidates")
@@ -54,7 +54,7 @@ def test_candidates_that_are_all_pages_change_nothing(
         def _select(self, query: Tensor, layer_id: int, step: DecodeStep) -> Selection:
             default = replace(self, economy=False)
             expected = Sketch._select(default, query, layer_id, step)
-            monkeypatch.setattr(sketch, "_CANDIDATES", 100)
+            monkeypatch.setattr(Sketch, "host_candidates", 100)
             seen.append((expected, self._select_candidates(query, layer_id, step)))
             return expected
 

@@ -1,10 +1,10 @@
-"""``hisparse bench lru-diff|transfer|swap-in|decode``, at small sizes through the real commands."""
+"""``hisparse bench`` of ``diff-tables``, ``transfer``, ``swap-in``, ``decode``: small commands."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,16 +17,15 @@ from hisparse_bench import kernels, residency
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.options import Options
 from hisparse_bench.peers import reason_to_leave_out
-from hisparse_bench.residency import LruDiffBench, TransferBench, drifting_selections
+from hisparse_bench.residency import DiffTablesBench, TransferBench, drifting_selections
 from tests.command import Command
 from tests.delayed import DelayedStreams
-from tests.engine.test_overlap import Forgetful
 from tests.kernels.lru_oracle import LruOracle
 
 T = TypeVar("T")
 
 SMALL = {
-    "lru-diff": ["--rows", "2", "--width", "20", "--slots", "40"],
+    "diff-tables": ["--rows", "2", "--width", "20", "--slots", "40"],
     "transfer": ["--pool-bytes", "1048576", "--page-bytes", "1024", "--pages", "16"],
     "swap-in": ["--batch", "2", "--width", "20", "--slots", "40", "--row-bytes", "656"],
     "decode": ["--context", "256", "--budget", "64", "--page-size", "8", "--head-dim", "16"],
@@ -51,8 +50,49 @@ def test_json_holds_the_gate_the_times_and_the_ratios(bench: str, command: Comma
     assert case["ratios"][f"{peer}/cpu"] == pytest.approx(medians[peer] / medians["cpu"], rel=0.01)
     assert "cache" in case["params"]
     assert set(report["instruction_sets"]) == {"kernels", "torch"}
-    if bench in ("transfer", "swap-in"):
-        assert all(result["gb_s"] > 0 for result in case["results"])
+    assert_rates(case)
+
+
+def assert_rates(case: dict[str, Any]) -> None:
+    """GB/s is there for each implementation, and is the bytes of a step over its time."""
+    for result in case["results"]:
+        moved = case["params"]["bytes"]
+        moved = moved[result["impl"]] if isinstance(moved, dict) else moved
+        assert moved > 0
+        assert result["gb_s"] == pytest.approx(moved / result["median_us"] / 1e3, rel=0.01)
+
+
+@pytest.mark.parametrize("misses", ["0", "0.5"])
+def test_bytes_of_a_decoded_layer(misses: str, command: Command) -> None:
+    """Of 256 tokens: all K and V; or all keys, 7 pages of 8 tokens and a tail, misses twice."""
+    flags = [*SMALL["decode"], "--misses", misses, "--algorithm", "oracle", "--steps", "5"]
+    (case,) = command.json("bench", "decode", *flags)["cases"]
+    params, key = case["params"], 16 * 4
+    assert params["bytes"]["sdpa"] == 256 * 8 * 2 * key
+    own = params["bytes"]["cpu"] - 256 * 8 * key
+    tokens = own / (8 * 2 * key) - params["miss_ratio"] * 56
+    assert 56 + 1 <= round(tokens, 1) <= 56 + 8
+    assert (params["miss_ratio"] > 0) == (misses != "0")
+
+
+def test_bytes_of_bookkeeping_and_of_several_layers(command: Command) -> None:
+    """A row's selection of 20, 40 slots and 3 misses; a chunk of 32 tokens after 256; 4 layers of
+    which 2 select.
+    """
+    (case,) = command.json("bench", "diff-tables", *SMALL["diff-tables"], "--steps", "4")["cases"]
+    read, written = 20 + 40 + 40 + 20 + 3 + 3, 40 + 3 + 21 + 20 + 20 + 3
+    assert case["params"]["bytes"] == 2 * 4 * (read + written)
+    (case,) = command.json("bench", "prefill", *OVERLAP["prefill"], "--steps", "4")["cases"]
+    token, weights = 8 * 2 * 16 * 4, 2 * (32 * 16) ** 2 * 4
+    layers = case["params"]["layers"]
+    # The prefix twice, the chunk, and the prefix's part of the 16 pages that the request keeps.
+    expected = layers * ((2 * 256 + 32 + 16 * 16 - 32) * token + weights)
+    assert case["params"]["bytes"] == {"off": expected, "transfers": expected}
+    flags = [*OVERLAP["step"], "--algorithm", "oracle", "--steps", "4"]
+    (case,) = command.json("bench", "step", *flags)["cases"]
+    own = case["params"]["bytes"]["off"] - 4 * weights - 2 * 256 * token // 2
+    assert 56 + 1 <= own / (4 * token) <= 56 + 8 + 0.5 * 56
+    assert case["params"]["bytes"]["transfers"] == case["params"]["bytes"]["off"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +118,7 @@ def test_decode_of_a_model_with_an_indexer(misses: str, command: Command) -> Non
     assert (params["kv_heads"], params["head_dim"], params["v_head_dim"]) == (1, 576, 512)
     assert (params["page_size"], params["index_dim"], params["q_heads"]) == (1, 128, 4)
     assert [result["impl"] for result in case["results"]] == ["sdpa", "cpu"]
-    assert params["left_out"] == {"torch_native": "it is timed for MHA and GQA alone"}
+    assert params["left_out"] == {"torch_native": "it is timed only for MHA and GQA"}
     assert (params["miss_ratio"] > 0) == (misses != "0")
 
 
@@ -159,6 +199,7 @@ def test_with_and_without_overlap_in_one_run(bench: str, command: Command) -> No
     assert (case["name"], case["gate"]) == (bench, "passed")
     impls = [result["impl"] for result in case["results"]]
     assert impls == ["off", "transfers"]
+    assert_rates(case)
 
 
 class MissingCopies(DelayedStreams):
@@ -173,9 +214,24 @@ class MissingCopies(DelayedStreams):
         return super().start(lane, without_copies)
 
 
+class Never(Pending[T]):
+    """Work without a join."""
+
+    def join(self) -> None:
+        pass
+
+
+class MissingJoins(DelayedStreams):
+    """Attention does not wait for tiles of a prefix, which are copied late."""
+
+    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
+        started = super().start(lane, work)
+        return Never(None) if "Staging._start" in getattr(work, "__qualname__", "") else started
+
+
 @pytest.mark.parametrize(
     ("bench", "streams"),
-    [("step", MissingCopies("late")), ("prefill", Forgetful("Staging._start"))],
+    [("step", MissingCopies("late")), ("prefill", MissingJoins("late"))],
     ids=["step", "prefill"],
 )
 def test_overlap_without_waits_fails_the_gate(
@@ -184,7 +240,7 @@ def test_overlap_without_waits_fails_the_gate(
     monkeypatch: pytest.MonkeyPatch,
     command: Command,
 ) -> None:
-    monkeypatch.setattr("hisparse.engine.build.make_streams", lambda device: streams)
+    monkeypatch.setattr("hisparse.cache.manager.make_streams", lambda device: streams)
     (case,) = command.json("bench", bench, *OVERLAP[bench], "--steps", "4", code=1)["cases"]
     assert (case["gate"], case["results"]) == ("failed", [])
 
@@ -208,7 +264,7 @@ def test_misses_of_the_decode_bench_settle_where_asked() -> None:
 
 def test_a_wrong_kernel_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """One index, one page and one output that are wrong, in one implementation each."""
-    right_diff, right_gather = residency.lru_diff, residency.gather_pages
+    right_diff, right_gather = residency.diff_tables, residency.gather_pages
 
     def wrong_diff(*args: object, impl: str, **kwargs: object) -> object:
         diff = right_diff(*args, impl=impl, **kwargs)
@@ -220,13 +276,13 @@ def test_a_wrong_kernel_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         right_gather(*args, **kwargs)
         args[2].v[3, 0, 0, 0] += 1
 
-    monkeypatch.setattr(residency, "lru_diff", wrong_diff)
+    monkeypatch.setattr(residency, "diff_tables", wrong_diff)
     monkeypatch.setattr(residency, "gather_pages", wrong_gather)
     right_decode = DecodeWorkload.decode
     monkeypatch.setattr(
         DecodeWorkload, "decode", lambda self, step: right_decode(self, step) * 1.01
     )
-    assert LruDiffBench(rows=1, width=8, slots=16).run(OPTIONS).gate == "failed"
+    assert DiffTablesBench(rows=1, width=8, slots=16).run(OPTIONS).gate == "failed"
     pages = TransferBench(pool_bytes=1 << 20, page_bytes=1024, pages=16)
     assert pages.run(OPTIONS).gate == "failed"
     heads = DecodeBench(context=256, budget=64, page_size=8, head_dim=16)
@@ -263,8 +319,11 @@ def test_a_peer_is_left_out_with_the_reason() -> None:
         (["decode", "--budget", "100"], "--budget: got 100, expected a multiple of --page-size 16"),
         (["decode", "--context", "64"], "--budget: got 2048, expected at most the context"),
         (["decode", "--misses", "1.5"], "--misses: got '1.5', expected a fraction from 0 to 1"),
-        (["lru-diff", "--width", "9", "--slots", "8"], "--width: got 9, expected at most --slots"),
-        (["lru-diff", "--rows", "0"], "--rows: got '0', expected a number of at least 1"),
+        (
+            ["diff-tables", "--width", "9", "--slots", "8"],
+            "--width: got 9, expected at most --slots",
+        ),
+        (["diff-tables", "--rows", "0"], "--rows: got '0', expected a number of at least 1"),
         (["swap-in", "--row-bytes", "655"], "--row-bytes: got 655, expected a multiple of 8"),
         (["transfer", "--pool-bytes", "4096"], "--pool-bytes: got 4096, expected"),
         (["transfer", "--steps", "0"], "--steps: got '0', expected a number of at least 1"),

@@ -359,7 +359,9 @@ def test_without_the_check_a_run_is_only_its_loads_and_no_gate_has_passed(
     assert [(x["impl"], x["quality"]) for x in case["results"]] == [("dense", {}), ("quest", {})]
     assert case["params"]["compared_tokens"] is None
     said = command(*FLAGS, "--no-quality")
-    assert "not checked against dense decoding, so no ratios" in said
+    before, figures = said.split("not checked against dense decoding, so no ratios")
+    assert ("out/s" in figures, "out/s" in before) == (True, False)
+    assert "dense/quest" not in said
 
 
 def test_servers_may_run_all_requests_of_a_trace_at_once(

@@ -27,8 +27,9 @@ def test_of_takes_seconds_and_gives_microseconds() -> None:
     assert result == Result(impl="x", median_us=2e6, p10_us=1.2e6, p90_us=2.8e6)
 
 
-def test_ratios_are_the_first_over_the_second() -> None:
+def test_ratios_are_the_first_over_the_second_if_the_check_passed() -> None:
     assert _case("passed").ratios == {"slow/fast": 4.0}
+    assert _case("failed").ratios == _case("not checked").ratios == {}
 
 
 @pytest.mark.parametrize(

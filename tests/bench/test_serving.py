@@ -11,7 +11,7 @@ import pytest
 
 from hisparse.errors import HiSparseError
 from hisparse_bench.server import ServerProcess
-from tests.processes import is_running
+from tests.processes import is_running, wait_until
 
 FAKE = textwrap.dedent(
     """
@@ -124,7 +124,4 @@ def test_stop_ends_the_whole_group(
             next(x for x in log.read_text().splitlines() if x.startswith("child")).split()[1]
         )
         assert is_running(child)
-    end = time.monotonic() + 5
-    while is_running(child):
-        assert time.monotonic() < end, f"process {child} is still there"
-        time.sleep(0.05)
+    wait_until(lambda: not is_running(child), f"process {child} is still there", 5)

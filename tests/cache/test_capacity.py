@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -105,15 +104,6 @@ class Requests(RuleBasedStateMachine):
 TestRequests = Requests.TestCase
 
 
-@given(need=st.integers(0, 1000), high=st.integers(8, 200))
-def test_lone_request_gets_what_it_needs(need: int, high: int) -> None:
-    capacities = make(high=high)
-    capacities.begin(3)
-    fit(capacities, {3: need})
-    assert capacities.held[3] >= min(need, high, 200)
-    assert capacities.held[3] >= 8
-
-
 def test_rows_shrink_when_others_arrive_and_grow_when_they_leave() -> None:
     capacities = make(high=200)
     capacities.begin(0)
@@ -125,14 +115,6 @@ def test_rows_shrink_when_others_arrive_and_grow_when_they_leave() -> None:
     capacities.end(1)
     assert capacities.held[1] == 92
     assert fit(capacities, {0: 200}) == [(1, 0), (0, 184)]
-
-
-def test_a_full_house_has_the_least_each() -> None:
-    capacities = make(128, n=8)
-    for slot in range(8):
-        capacities.begin(slot)
-    fit(capacities, {slot: 1000 for slot in range(8)})
-    assert [capacities.held[slot] for slot in range(8)] == [8] * 8
 
 
 def test_decoding_changes_capacity_rarely() -> None:
@@ -148,6 +130,7 @@ def test_starved_rows_do_not_plan_anew_each_step(monkeypatch: pytest.MonkeyPatch
     for slot in range(8):
         capacities.begin(slot)
     fit(capacities, {slot: 900 for slot in range(8)})
+    assert [capacities.held[slot] for slot in range(8)] == [8] * 8
     count = 0
     original = capacities._divide
 

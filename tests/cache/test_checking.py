@@ -28,6 +28,7 @@ def test_a_byte_that_differs_from_host_memory_is_found() -> None:
         pytest.param([0, 5, 9, -1], 3, id="beyond"),
         pytest.param([3, 1, -1, -1], 2, id="order"),
         pytest.param([0, 1, 2, -1], 2, id="length"),
+        pytest.param([0, 1, 2, 3], 5, id="more than there are"),
     ],
 )
 def test_a_bad_selection_is_found(pages: list[int], length: int) -> None:

@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from hisparse.cache import HostKVPool
-from hisparse.types import KVSpec
+from tests.shapes import small_spec
 
 MADVISE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -21,15 +20,8 @@ def resident_kb(field: str) -> int:
 
 
 def pool(num_pages: int) -> HostKVPool:
-    kv = KVSpec(
-        num_layers=1,
-        num_q_heads=1,
-        num_kv_heads=1,
-        head_dim=64,
-        v_head_dim=64,
-        dtype=torch.float32,
-        page_size=16,
-    )
+    heads = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 64, "v_head_dim": 64}
+    kv = small_spec(num_layers=1, page_size=16, **heads)
     return HostKVPool(kv, num_pages, "page_head", pin=False)
 
 

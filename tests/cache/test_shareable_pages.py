@@ -1,4 +1,4 @@
-"""Which pages may be shared: those that dense attention alone has led to."""
+"""Which pages may be shared: those that only dense attention has led to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of side streams: with stand-ins for CUDA streams, and with delayed work."""
+"""The order of side streams: with stand-ins for CUDA streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hisparse.cache.streams import CudaStreams, SideStreams, make_streams
-from tests.delayed import DelayedStreams
 
 
 class Stream:
@@ -128,32 +127,3 @@ def test_without_cuda_work_is_done_at_once() -> None:
     started.join()
     streams.join_all()
     assert done == [1]
-
-
-def orders_of(order: str | int) -> list[str]:
-    """The order of two pieces of work per lane if only the second ones are joined."""
-    streams, done = DelayedStreams(order), []
-
-    def work(name: str) -> Callable[[], None]:
-        return lambda: done.append(name)
-
-    started = {}
-    for name in ("r1", "w1", "r2", "w2"):
-        lane = "read" if name[0] == "r" else "write"
-        started[name] = streams.start(lane, work(name))
-    started["w2"].join()
-    done.append("|")
-    streams.join_all()
-    assert streams.num_waiting == 0
-    return done
-
-
-def test_delayed_work_is_done_as_early_as_late_and_as_oddly_as_it_may_be() -> None:
-    assert orders_of("early") == ["r1", "w1", "r2", "w2", "|"]
-    assert orders_of("late") == ["w1", "w2", "|", "r1", "r2"]
-    odd = {tuple(orders_of(seed)) for seed in range(40)}
-    assert len(odd) > 5
-    for order in odd:
-        places = {name: order.index(name) for name in order}
-        assert places["r1"] < places["r2"]
-        assert places["w1"] < places["w2"] < places["|"]

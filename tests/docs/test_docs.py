@@ -116,7 +116,7 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_links_lead_somewhere(page: Path) -> None:
-    """To files, and headings in them; from docs/ to docs/ alone, which is what the site has."""
+    """To files, and headings in them; from docs/ only to docs/, which is what the site has."""
     links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text())
     assert not [file for file, _ in links if not (page.parent / file).exists()]
     targets = [((page.parent / file if file else page), anchor) for file, anchor in links if anchor]
@@ -159,6 +159,8 @@ def test_make_commands_have_a_recipe() -> None:
     for target in targets:
         assert re.search(rf"^{target}:.*\n\t", makefile, re.MULTILINE), target
     assert set(re.findall(r"gpu-check PART=([\w-]+)", text)) <= set(GPU_PARTS)
+    named = re.findall(r"\b(?:tests|scripts)/[\w/.-]+", makefile)
+    assert named and not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_the_algorithm_in_the_readme_is_the_example() -> None:

@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 import pytest
 
 from hisparse.errors import ConfigError
-from hisparse.eval.tables import read_result
 from scripts.make_plots import main, make_styles, pool_scores, quality_figure, speed_figure
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,7 +35,7 @@ def sources() -> dict[str, list[Path]]:
 @pytest.fixture
 def result(sources: dict[str, list[Path]]) -> dict[str, Any]:
     (file,) = sources["quality"]
-    return read_result(file)
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ def test_every_figure_of_the_other_models_is_their_results() -> None:
     rows = _page_rows("model, tokens of context")
     for _, measure, *shown, name in rows:
         (file,) = (ROOT / "bench/results").glob(f"2026-{name.strip('`')}.json")
-        found = read_result(file)
+        found = json.loads(file.read_text(encoding="utf-8"))
         lines, field, form = found["summary"], "kl", ".3f"
         if measure != "KL":
             lines, field, form = pool_scores(found["cells"]), "score", ".0f"

@@ -22,8 +22,11 @@ QUOTED = [
 ]
 
 #: Where messages come from that a server or `HiSparseCache` ends with.
-COMPLETE = ("adapters", "algorithms", "cache", "engine", "memory", "sglang", "transformers")
-MODULES = ("config.py", "options.py", "registry.py")
+COMPLETE = (
+    "adapters", "algorithms", "cache", "engine", "memory", "sglang", "storage", "trace",
+    "transformers",
+)  # fmt: skip
+MODULES = ("config.py", "model_config.py", "options.py", "registry.py")
 ERRORS = {"AlgorithmError", "CapacityError", "ConfigError", "HiSparseError", "PluginError"}
 
 

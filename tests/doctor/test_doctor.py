@@ -36,7 +36,7 @@ def test_on_this_machine() -> None:
         assert check["status"] == "ok" or check["remedy"]
     assert checks["sglang"]["message"] == f"{install.RELEASE}, the supported release"
     assert checks["hooks"]["status"] == checks["plugin"]["status"] == "ok"
-    assert {"python", "torch", "host memory", "CPU kernels", "adapters"} <= set(checks)
+    assert {"packages", "torch", "host memory", "CPU kernels", "adapters"} <= set(checks)
     assert re.match(r"C\+\+ for \S+.*: /.*\.so$", checks["CPU kernels"]["message"])
     assert {"CUDA kernels", "Triton kernels"} <= set(checks)
 
@@ -144,9 +144,9 @@ def test_what_a_check_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     def broken() -> Finding:
         raise OSError("first\nsecond")
 
-    monkeypatch.setattr(checks, "_CHECKS", {"python": checks.python, "broken": broken})
+    monkeypatch.setattr(checks, "_CHECKS", {"packages": checks.packages, "broken": broken})
     fine, wrong = checks.run_checks().items()
-    assert (fine[0], fine[1].status) == ("python", "ok")
+    assert (fine[0], fine[1].status) == ("packages", "ok")
     assert (wrong[0], *wrong[1][:2]) == ("broken", "error", "OSError: first")
 
 

@@ -46,6 +46,7 @@ _PAGES_OF_16 = {
     "device_pages": 2 * 4 * 5,
     "host_pages": 26,
 }
+_HOST = {"miss": "host"}
 _WHOLE = {"budget": 88, "device_buffer": 88, "max_row": 88, "device_pages": 2 * 4 * 24}
 
 #: By name, settings of the engine and a function that makes the algorithm.
@@ -74,4 +75,18 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "sketch-whole-context": (_WHOLE, Sketch),
     "quest-overlap": ({"side_streams": 3}, Quest),
     "quest-reference": ({}, Quest),
+    "quest-host": (_HOST | {"dense_layers": (1,), "side_streams": 5}, Quest),
+    "quest-host-admits": (_HOST | {"admits": True, "side_streams": 6}, Quest),
+    "quest-host-page-16-fp8": (
+        _HOST
+        | _PAGES_OF_16
+        | {"kv_cache_dtype": "fp8_e4m3", "scope": "query_head"}
+        | {"device_pages": 4 * 4 * 5},
+        Quest,
+    ),
+    "sketch-host-mla-fp8": (
+        _HOST | _MLA | {"min_sparse_context": 40, "kv_cache_dtype": "fp8_e4m3"},
+        Sketch,
+    ),
+    "dsa-host-mla": (_HOST | _TOKENS | _MLA | {"device_pages": 4 * 12}, DSA),
 }

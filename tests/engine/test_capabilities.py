@@ -47,11 +47,6 @@ def test_what_it_can_do_is_accepted() -> None:
         ),
         ({}, "cuda", ["'limited' cannot do device cuda", "algorithms that can: ", "quest"]),
         (
-            {"kv_cache_dtype": "fp8_e4m3"},
-            "cpu",
-            ["'limited' cannot do kv_cache_dtype fp8_e4m3; algorithms that can: ", "quest"],
-        ),
-        (
             {"algorithm": "quest", "kv_cache_dtype": "fp8_e4m3", "adapter": "flashinfer"},
             "cuda",
             [
@@ -65,7 +60,7 @@ def test_what_it_can_do_is_accepted() -> None:
             ["selection_scope 'kv_head'", "'limited'", "choices: layer;", "can: ", "quest"],
         ),
     ],
-    ids=["page-size", "device", "fp8", "fp8-adapter", "scope"],
+    ids=["page-size", "device", "fp8-adapter", "scope"],
 )
 def test_what_it_cannot_do_names_who_can(
     settings: dict[str, Any], device: str, words: list[str]

@@ -13,7 +13,7 @@ from torch import Tensor
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
 from hisparse.algorithms.dsa import DSA
-from hisparse.cache import Counters
+from hisparse.algorithms.quest import Quest
 from hisparse.engine.extensions.tail_estimate import TailEstimate
 from hisparse.errors import AlgorithmError, KernelError
 from hisparse.kernels import operation
@@ -53,6 +53,25 @@ def with_page(selection: Selection, entry: int, page: Tensor | int) -> Selection
     pages = selection.pages.clone()
     pages[0, 0, entry] = page
     return Selection(pages, selection.lengths)
+
+
+class Namesake(Quest):
+    """Keeps values of its own by the names that the engine gives to shared values."""
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        for name in ("tails of layers", "tail slots", "tail pages", "step rows", "window 20"):
+            assert step.once(name, lambda name=name: f"my {name}") == f"my {name}"
+        return super().retrieve_topk(queries, layer_id, step)
+
+
+def test_an_algorithm_may_use_the_names_of_the_engine() -> None:
+    outs = []
+    for algorithm in (Quest(), Namesake()):
+        sim = Simulator(algorithm=algorithm, layers=3, windows=(0, 20, 0))
+        request = sim.request(1, 180, seed=1)
+        sim.prefill((request, 150))
+        outs.append(torch.cat([sim.decode(request) for _ in range(20)]))
+    assert torch.equal(*outs)
 
 
 MALFORMED: dict[str, tuple[Retrieve, str]] = {
@@ -128,14 +147,6 @@ def test_where_nothing_raises_the_row_attends_its_tail_alone(
     # Two rows for each request; its tail page has one token.
     assert [seq_lens[0] for _, seq_lens in attended[:2]] == [7 * 8 + 1, 1]
     assert attended[1][1][1] == 7 * 8 + 1
-
-
-def test_a_refused_row_does_not_lower_the_count_of_misses() -> None:
-    """``/metrics`` takes no total that became smaller."""
-    counters = Counters(torch.device("cpu"))
-    counters.count("miss_pages", torch.tensor([3, -1, 0, -1]))
-    counters.publish()
-    assert counters.totals()["miss_pages"] == 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,33 +294,3 @@ def test_an_exception_of_an_extension_names_it(
     match = rf"{owner}, layer 0, {method}: got KeyError"
     with pytest.raises(AlgorithmError, match=match):
         decode(Right(), extensions={"tail_estimate": True})
-
-
-def test_a_failed_forward_leaves_nothing_behind() -> None:
-    """The requests of the failed step end; another one has the outputs that it has alone."""
-    failing = [False]
-
-    def change(selection: Selection, step: DecodeStep) -> Selection:
-        return with_page(selection, -1, 10**6) if failing[0] else selection
-
-    sizes: dict[str, Any] = {"budget": 64, "device_buffer": 128, "checked": False}
-    sim = Simulator(algorithm=Changed(change=change), **sizes)
-    kept, *others = (sim.request(slot, 400, seed=slot) for slot in (1, 2, 3))
-    sim.prefill((kept, 200), (others[0], 380), (others[1], 300))
-    sim.decode(*others)
-    failing[0] = True
-    with pytest.raises(AlgorithmError):
-        sim.decode(*others)
-    sim.coordinator.forward_abort()
-    failing[0] = False
-    for other in others:
-        sim.end(other, free=True)
-    reused = sim.request(2, 400, seed=9)
-    sim.prefill((reused, 250))
-    together = [sim.decode(kept, reused) for _ in range(20)]
-
-    alone = Simulator(algorithm=Changed(), **sizes)
-    requests = alone.request(1, 400, seed=1), alone.request(2, 400, seed=9)
-    alone.prefill((requests[0], 200), (requests[1], 250))
-    for got in together:
-        torch.testing.assert_close(got, alone.decode(*requests), rtol=1e-4, atol=1e-5)

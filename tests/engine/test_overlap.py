@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
@@ -13,7 +12,7 @@ from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.topp import TopP
 from hisparse.cache.staging import Staging
-from hisparse.cache.streams import Lane, Pending, SideStreams
+from hisparse.cache.streams import Pending, SideStreams
 from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from tests.delayed import DelayedStreams, Order
@@ -133,73 +132,26 @@ def test_a_replayed_step_is_the_eager_one(scope: str, order: Order) -> None:
     assert_same(state_of(replaying), state_of(eager))
 
 
-class Never(Pending[T]):
-    """Work without a join."""
-
-    def join(self) -> None:
-        pass
-
-
-class Forgetful(DelayedStreams):
-    """Work runs late, and joins of the work of one function are left out."""
-
-    def __init__(self, function: str) -> None:
-        super().__init__("late")
-        self._function = function
-
-    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
-        started = super().start(lane, work)
-        name = getattr(work, "__qualname__", "")  # A partial function has none.
-        return Never(None) if self._function in name else started
-
-
-def differs(sim: Simulator, **settings: Any) -> bool:
-    plain = Simulator(**settings)
-    same = all(map(torch.equal, long_play(sim), long_play(plain)))
-    try:
-        assert_same(state_of(sim), state_of(plain))
-    except AssertionError:
-        return True
-    return not same
-
-
-#: Keys read back from host memory count: the window's attention over the prompt chooses pages.
-READS_BACK = {"algorithm": SnapKV(window=4)}
-
-
-class Outliving(DelayedStreams):
-    """Forwards end without a join."""
-
-    def join_all(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
-    ("streams", "settings"),
+    ("settings", "aside"),
     [
-        pytest.param(Forgetful("Staging._start"), {}, id="a-tile-of-a-prefix"),
-        pytest.param(Forgetful("Prefill.run"), READS_BACK, id="a-write-that-is-read-back"),
-        pytest.param(Outliving("late"), {}, id="the-end-of-a-forward"),
+        pytest.param({}, True, id="sketch"),
+        pytest.param({"algorithm": Quest()}, True, id="quest"),
+        pytest.param(
+            {"algorithm": DSA(), "scope": "layer", "page_size": 1, "host_pages": 1600}
+            | {"num_sink_pages": 0, "num_recent_pages": 0},
+            False,
+            id="dsa-reads-the-indexers-inputs",
+        ),
     ],
 )
-def test_a_forgotten_join_shows(streams: DelayedStreams, settings: dict[str, Any]) -> None:
-    settings = settings | {"checked": False}
-    assert not differs(Simulator(**settings, side_streams=DelayedStreams("late")), **settings)
-    assert differs(Simulator(**settings, side_streams=streams), **settings)
-
-
-def test_one_buffer_for_two_tiles_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next tile may overwrite the first one during attention."""
-    make = Staging.__init__
-
-    def one_buffer(self: Staging, *arguments: Any) -> None:
-        make(self, *arguments)
-        self._buffers[1:] = self._buffers[:1]
-
-    plain = long_play(Simulator())
-    monkeypatch.setattr(Staging, "__init__", one_buffer)
-    got = long_play(Simulator(side_streams=DelayedStreams("early")))
-    assert not all(map(torch.equal, got, plain))
+def test_each_layer_of_a_captured_step_serves_full_tail_pages_aside(
+    settings: dict[str, Any], aside: bool
+) -> None:
+    """The step runs twice, to warm up and to be recorded."""
+    streams = DelayedStreams("late")
+    sim = ReplayingSimulator(**settings, side_streams=streams)
+    assert streams.num_started == streams.num_delayed == 2 * sim.layers * aside
 
 
 def given_up(sim: Simulator) -> list[torch.Tensor]:
@@ -222,12 +174,9 @@ def given_up(sim: Simulator) -> list[torch.Tensor]:
     return sim.prefill((three, 20))
 
 
-def test_a_forward_that_is_given_up_leaves_no_tile_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_is_given_up_leaves_no_tile_behind() -> None:
     expected = given_up(Simulator())
     assert_equal(given_up(Simulator(side_streams=DelayedStreams("late"))), expected)
-    monkeypatch.setattr(Staging, "discard_next", lambda self: None)
-    got = given_up(Simulator(side_streams=DelayedStreams("late")))
-    assert not torch.equal(got[0], expected[0]), "the test can fail"
 
 
 def test_tiles_are_read_one_ahead_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:

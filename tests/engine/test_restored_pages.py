@@ -90,7 +90,7 @@ def test_steps_are_those_of_a_computed_prompt(
 def test_extensions_build_what_they_keep_of_an_indexers_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A store keeps the indexer's keys alone, so that servers need not have the same extensions."""
+    """A store keeps only the indexer's keys, so that servers need not have the same extensions."""
     # No extension of hisparse's takes pages of one token, which indexers have; others may.
     monkeypatch.setattr(TailEstimate, "check", lambda options, config: None)
     shape = LATENTS | {"extensions": {"tail_estimate": True}}
@@ -99,17 +99,6 @@ def test_extensions_build_what_they_keep_of_an_indexers_pages(
     assert names == list(without.coordinator.stored_entries())
     assert len(with_means.coordinator.representations.of_pages) > len(names) > 0
     test_steps_are_those_of_a_computed_prompt(DSA(), shape)
-
-
-def test_without_building_them_steps_would_differ() -> None:
-    """Otherwise the test above would show nothing."""
-    source, target = (Simulator(algorithm=Quest(), checked=False) for _ in range(2))
-    computed, request = source.request(1, LENGTH, seed=3), target.request(2, LENGTH, seed=3)
-    source.prefill((computed, STORED))
-    load(source, computed, target, request).drop(torch.tensor(request.host_pages))
-    source.prefill((computed, 20))
-    target.prefill((request, 20))
-    assert not torch.equal(source.decode(computed), target.decode(request))
 
 
 def test_two_requests_of_one_forward_share_loaded_pages() -> None:
@@ -210,16 +199,6 @@ def test_a_shared_prefix_outlives_a_request_that_ends_before_it_decodes() -> Non
     send(source, computed, target, request, start=shared)
     for _ in range(20):
         assert torch.equal(source.decode(computed), target.decode(request))
-
-
-def test_without_building_representations_steps_would_differ() -> None:
-    """Otherwise the tests above would show nothing."""
-    source, target = engines({"checked": False})
-    computed = source.request(1, LENGTH, 3)
-    source.prefill((computed, 137))
-    request = send(source, computed, target, target.request(2, LENGTH, 3))
-    target.arrived.drop(2)
-    assert not torch.equal(source.decode(computed), target.decode(request))
 
 
 def test_a_slot_that_begins_again_waits_for_nothing() -> None:

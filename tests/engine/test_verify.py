@@ -18,6 +18,7 @@ from hisparse.cache.kv_io import read_tokens
 from hisparse.engine.verify import VerifyBatch
 from hisparse.testing import Request, Simulator
 from hisparse.types import IndexerInputs
+from tests.delayed import DelayedStreams
 from tests.sizes import sized
 
 LENGTH, PROMPTS, SLOTS = 150, (101, 60), (1, 3)
@@ -35,6 +36,8 @@ TOKENS: dict[str, Any] = {
 }
 #: Rows that hold all pages that drafts select, so that a run has many tokens.
 ROOMY = {"device_buffer": 160, "max_row": 160}
+#: A run has up to four tokens, which select pages that the row lacks.
+HOST = {"budget": 20, "miss": "host"}
 SETTINGS = [
     pytest.param({}, id="sketch"),
     pytest.param({"algorithm": Quest(), "scope": "layer"}, id="quest"),
@@ -52,6 +55,8 @@ SETTINGS = [
         id="drafts-fill-many-pages",
     ),
     pytest.param({"layers": 4, "windows": (20, 0, 9, 33)}, id="windows-sinks"),
+    pytest.param(HOST, id="host"),
+    pytest.param(HOST | {"admits": True}, id="host-admits"),
     pytest.param(ROOMY, id="rows-with-room-for-all-drafts"),
     pytest.param(ROOMY | {"page_size": 16, "budget": 64}, id="drafts-within-a-page"),
 ]
@@ -90,7 +95,7 @@ class DraftingSimulator(Simulator):
             tokens = [s for draft in drafts for s in draft.sources]
             streams = zip(*([x[layer, at] for x in r.streams] for r, at in tokens), strict=True)
             q, k, v, *indexer = (torch.stack(parts) for parts in streams)
-            inputs = IndexerInputs(*indexer) if self.algorithm.indexer else None
+            inputs = IndexerInputs(*indexer)
             sinks = None if self.sinks is None else self.sinks[layer]
             out = self.coordinator.attention(layer, q, k, v, inputs, sinks)
             outs.append(out.unflatten(0, shape))
@@ -140,7 +145,9 @@ def random_draft(request: Request, other: Request, count: int, rng: random.Rando
 
 def simulator(settings: dict[str, Any]) -> tuple[DraftingSimulator, list[Request]]:
     """Two requests with their prompts, and host pages for all of their tokens."""
-    sim = DraftingSimulator(**SMALL | settings)
+    # Loads of pages that nobody waits for run as late as they may.
+    late = {"side_streams": DelayedStreams("late")} if "admits" in settings else {}
+    sim = DraftingSimulator(**SMALL | settings | late)
     if "windows" in settings:
         sim.sinks = torch.linspace(-1, 3, sim.layers * 4).view(sim.layers, 4)
     requests = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import resolve
 from hisparse.engine.capabilities import row_tokens
 from hisparse.errors import ConfigError
-from hisparse.memory.costs import Resources
 from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace.reader import SelectionTrace
 from hisparse.types import KVSpec
 from tests.delayed import DelayedStreams
 from tests.engine.test_invariants import assert_dense
+from tests.shapes import TWO_LAYERS, machine
 from tests.sizes import SWEEPS
 
 #: Tokens: below, at and above a page of 8, over several pages, and beyond every context below.
@@ -176,26 +177,7 @@ def test_a_trace_has_the_layers_that_select(tmp_path: Path) -> None:
 
 
 def _spec(windows: tuple[int, ...]) -> KVSpec:
-    return KVSpec(
-        num_layers=4,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        v_head_dim=64,
-        dtype=torch.float32,
-        page_size=16,
-        windows=windows,
-    )
-
-
-def _resources() -> Resources:
-    return Resources(
-        host_bytes=2**30,
-        device_bytes=2**28,
-        context_length=8192,
-        max_requests=4,
-        device_type="cpu",
-    )
+    return replace(TWO_LAYERS, num_layers=4, dtype=torch.float32, windows=windows)
 
 
 def test_rows_hold_the_widest_window() -> None:
@@ -210,7 +192,7 @@ def test_rows_hold_the_widest_window() -> None:
 def test_the_sizing_pays_for_representations_of_full_layers_alone() -> None:
     config = HiSparseConfig(budget=256)
     mixed, full, windows = (
-        resolve(config, _spec(each), 0.125, _resources())
+        resolve(config, _spec(each), 0.125, machine())
         for each in ((0, 100, 100, 100), (), (100,) * 4)
     )
     page = full.sizing.request.representation_page_bytes

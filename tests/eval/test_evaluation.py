@@ -178,6 +178,12 @@ def test_a_budget_goes_by_either_name() -> None:
     assert method.config.budget == 256
 
 
+def test_a_configuration_may_be_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "quest.json").write_text('{"algorithm": "quest", "budget": 512}')
+    (method,) = parse_methods([], [128], [f"@{tmp_path / 'quest.json'}"])
+    assert (method.name, method.config.budget) == ("quest", 512)
+
+
 def test_contexts_beyond_the_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"context: got 9000000 tokens, expected at most"):
         evaluation(tmp_path, [], contexts=[9000000]).run()

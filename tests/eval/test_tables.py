@@ -1,17 +1,17 @@
-"""The printed tables: every figure is the result's, and files that are no result are refused."""
+"""The printed tables: every figure is the result's."""
 
 from __future__ import annotations
 
-import json
+import io
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from hisparse.cli.eval import _print_tables
 from hisparse.eval import make_cells, make_summary
 from hisparse.eval.tables import make_tables
-from tests.command import Command
 from tests.eval.synthetic_records import record
 
 TOPP = "topp(mass=0.9,x=<b>)"
@@ -50,13 +50,6 @@ def result(budgets: tuple[int, ...] = (64, 128)) -> dict[str, Any]:
     }
 
 
-def changed(**fields: Any) -> dict[str, Any]:
-    """A result with other fields in its first line of figures of a sparse method."""
-    made = result()
-    lines = sorted(made["summary"], key=lambda line: line["method"] == "dense")
-    return {**made, "summary": [lines[0] | fields, *lines[1:]]}
-
-
 def answers(right: bool) -> dict[str, list[bool]]:
     return {"needle": [True, right], "variable": [False, False]}
 
@@ -74,7 +67,7 @@ def numbers(text: str) -> list[float]:
 def test_every_number_of_the_tables_is_the_summarys() -> None:
     made = result()
     shown = rows(made, "Compared with dense attention")
-    names = ["kl_ratio", "ppl_ratio", "copy_ppl_ratio", "mass", "kept_mean", "bytes_per_token"]
+    names = ["ppl_ratio", "copy_ppl_ratio", "mass", "kept_mean", "bytes_per_token"]
     assert len(shown) == 1 + len(made["summary"])
     for line in made["summary"]:
         budget = "" if line["method"] == "dense" else f", {line['budget']}"
@@ -92,43 +85,14 @@ def test_scores_have_intervals_and_what_dense_cannot_do_is_set_apart() -> None:
     shown = rows(made, "Correct answers, percent")
     assert shown["method, budget of context"] == ["copy (n 1-2)", "needle (n 2)", "variable (n 2)"]
     assert shown["quest, 64 of 1024"][1:] == ["50 (0\N{EN DASH}100)", "[0 (0\N{EN DASH}0)]"]
-    grey = [cell for row in shown.values() for cell in row if cell.startswith("[")]
-    assert len(grey) == 7, "one task of six methods and of dense"
+    marked = [cell for row in shown.values() for cell in row if cell.startswith("[")]
+    assert len(marked) == 7, "one task of six methods and of dense"
 
 
-def test_saved_results_are_printed_without_a_model(tmp_path: Path, command: Command) -> None:
-    files = []
-    for name in ("one", "two"):
-        files.append(tmp_path / f"{name}.json")
-        files[-1].write_text(json.dumps({**result((64,)), "model": name}))
-    said = command("eval", *(word for file in files for word in ("--from", str(file))))
-    assert said.index("one: hisparse eval --config") < said.index("two: hisparse eval --config")
-    assert "commit abc123, mine, 2 cores" in said
-    assert said.count("quest, 64 of 1024") == 4, "in two tables of each"
-    assert "[" not in said, "grey on a terminal"
-    refused = command.refused("eval", "--from", str(files[0]), "--json")
-    assert "--from: got --json, expected files alone" in refused
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "--from: cannot read"),
-        ("# a page", "not JSON at line 1 column 1"),
-        ("[" * 100_000, "nested too deep"),
-        ('{"command": "bench"}', "got no cells, commit, date"),
-        (json.dumps({**result(), "command": "bench"}), "command: got 'bench' (str), expected"),
-        (json.dumps({**result(), "summary": [{"kl": 1}]}), "summary[0]: got no budget, bytes_per"),
-        (json.dumps({**result(), "cells": [7]}), "cells[0]: got 7, expected an object"),
-        (json.dumps(changed(kl="0.1")), "summary[0]: kl: got '0.1' (str), expected float"),
-        (json.dumps(changed(intervals={})), "intervals.kl: got None, expected low and high"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_a_file_that_is_no_result_is_refused(
-    content: str | None, message: str, tmp_path: Path, command: Command
-) -> None:
-    file = tmp_path / "result.json"
-    if content is not None:
-        file.write_text(content)
-    assert message in command.refused("eval", "--model", "no such model", "--from", str(file))
+def test_tables_are_printed_in_80_columns() -> None:
+    out = io.StringIO()
+    _print_tables(Console(file=out, width=80, highlight=False), result((64,)))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert out.getvalue().count("[") == 4, "one task of three methods and of dense"
+    assert sum(line.lstrip().startswith("oracle") for line in lines) == 2, "in two tables"

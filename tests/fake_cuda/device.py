@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from hisparse.cache import allocate
+from hisparse.cache import allocate, manager
 from hisparse.kernels import operation
 from hisparse.kernels.build import cuda as build_cuda
 from hisparse.kernels.build.cache import CACHE
@@ -67,6 +67,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
         patch.object(FakeTensorMode, "avoid_device_init", True),
         patch.object(FakeTensor, "data_ptr", address, create=True),
         patch.object(build_cuda, "cuda_library", lambda: launches.library),
+        patch.object(manager, "make_streams", lambda device: launches.streams),
         patch.object(JITFunction, "run", lambda *args, **each: launches.run_triton(*args, **each)),
     ]
     zeros = allocate.zeros

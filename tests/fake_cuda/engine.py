@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hisparse.adapters import ADAPTERS, Attended, TritonAdapter
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.cache import HostKVPool
+from hisparse.cache import HostKVPool, PoolSizes
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch, PrefillBatch, StaticBatch
-from hisparse.engine.build import PoolSizes, build, make_policy
+from hisparse.engine.build import build, make_policy
 from hisparse.engine.capabilities import resolve_settings
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.engine.verify import VerifyBatch
@@ -75,7 +75,7 @@ class FakeEngine:
         batch: requests of a decode step.
         context: tokens of a request, and of the longest sequence.
         settings: more settings, by key of the configuration.
-        rule: how layers attend; None: by the scale alone.
+        rule: how layers attend; None: only by the scale.
         adapter: attends, unless there is a rule.
     """
 

@@ -17,18 +17,21 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hisparse.cache.streams import Lane, Pending, SideStreams
 from hisparse.kernels.operation import OPERATIONS
 from hisparse.testing.operations import tensors_in
 from tests.kernels.gpu.on_gpu import IN_HOST_MEMORY
 
 __all__ = ["Launch", "Launches", "WrongDevice"]
+
+T = TypeVar("T")
 
 #: Operators of PyTorch that launch nothing and are no views.
 _NOTHING = {
@@ -37,10 +40,15 @@ _NOTHING = {
 }
 _COPIES = {"_to_copy", "copy_"}
 #: CUDA operations that launch another number of kernels than one.
-_KERNELS = {"lru_diff_scratch_bytes": 0, "select_scratch_words": 0, "copy_pages": 1, "rebalance": 3}
+_KERNELS = {
+    "diff_tables_scratch_bytes": 0,
+    "select_scratch_words": 0,
+    "copy_pages": 1,
+    "rebalance": 3,
+}
 #: What an operation gives back to the host.
 _ANSWERS: dict[str, Any] = {
-    "lru_diff_scratch_bytes": 16384,
+    "diff_tables_scratch_bytes": 16384,
     "select_scratch_words": 4096,
     "copy_pages": True,
 }
@@ -55,7 +63,8 @@ class Launch:
     """One launch, or one operation that launches several kernels.
 
     Attributes:
-        name: of the operation; "aten." before PyTorch's, "triton." before Triton's.
+        name: of the operation; "aten." before PyTorch's, "triton." before Triton's, and "aside."
+            before all of them on a side stream.
         layer: the layer that it belongs to; None: outside of the layers.
         count: kernels.
         kernel: the Triton kernel; None for all others.
@@ -78,6 +87,7 @@ class Launches(TorchDispatchMode):
     Attributes:
         all: the launches.
         library: takes the place of the library of CUDA kernels.
+        streams: takes the place of side streams.
         waits: copies between host and device that wait for the stream, with the line that copies.
     """
 
@@ -87,6 +97,7 @@ class Launches(TorchDispatchMode):
         self.all: list[Launch] = []
         self.waits: list[str] = []
         self.library = _Library(self)
+        self.streams = _Aside()
         self._layer: int | None = None
         self._forward, self._captured = "a forward", False
 
@@ -179,7 +190,8 @@ class Launches(TorchDispatchMode):
         self.waits.append(f"{list(source.shape)} from {source.device} to {target.device} {_line()}")
 
     def add(self, launch: Launch) -> None:
-        self.all.append(launch)
+        aside = "aside." if self.streams.running else ""
+        self.all.append(replace(launch, name=aside + launch.name))
 
     def call_cuda(self, name: str, *arguments: Any) -> Any:
         """A call of the library of CUDA kernels."""
@@ -223,6 +235,18 @@ def _line() -> str:
     """The innermost line of the package that runs."""
     lines = [x for x in traceback.extract_stack() if "/hisparse/" in x.filename]
     return f"at {lines[-1].filename}:{lines[-1].lineno}" if lines else "in a test"
+
+
+class _Aside(SideStreams):
+    def __init__(self) -> None:
+        self.running = False
+
+    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
+        self.running = True
+        try:
+            return Pending(work())
+        finally:
+            self.running = False
 
 
 class _Library:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hisparse.cache import residency
 from hisparse.types import SelectionScope
 from tests.fake_cuda.device import fake_cuda
 from tests.fake_cuda.engine import FakeEngine, model
@@ -74,15 +73,3 @@ def test_no_copy_waits(name: str, kind: str, scope: SelectionScope) -> None:
     """But one for each chunk with a prefix: the copy engine takes page numbers in host memory."""
     for what, found in waits(name, kind, scope):
         assert len(found) == (what == READS), (what, found)
-
-
-def test_a_copy_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a list, as it would be written without ``upload``."""
-    monkeypatch.setattr(
-        residency,
-        "upload",
-        lambda values, device, dtype: torch.tensor(values, dtype=dtype, device=device),
-    )
-    found = dict(waits(*CASES[0]))
-    assert len(found["a request begins"]) == 3
-    assert "from cpu to cuda:0 at" in found["a request ends"][0]

@@ -74,7 +74,7 @@ class Setting:
     """An engine whose launches are looked at.
 
     Attributes:
-        algorithm: name; "custom" for one that has ``summarize`` and ``score`` alone.
+        algorithm: name; "custom" for one that has only ``summarize`` and ``score``.
         options: of the algorithm.
         kind: of model, a key of ``MODELS`` or ``MORE_MODELS``.
         page_size: S, tokens.
@@ -84,7 +84,7 @@ class Setting:
         batch: requests.
         context: tokens of a request.
         extensions: names.
-        rule: how layers attend; None: by the scale alone.
+        rule: how layers attend; None: only by the scale.
     """
 
     algorithm: str

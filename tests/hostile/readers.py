@@ -14,7 +14,6 @@ from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
 from hisparse.eval.results import Records
-from hisparse.eval.tables import make_tables, read_result
 from hisparse.options import read_text
 from hisparse.storage import FileStore, Namespace
 from hisparse.trace import SelectionTrace, adjacent_overlap, replay_hits
@@ -203,7 +202,6 @@ def readers(folder: Path, capture: Any) -> list[Reader]:
         _reader("namespace", NAMESPACE.text.encode(), _namespace),
         _reader("settings", json.dumps(settings).encode(), lambda p: HiSparseConfig.parse(f"@{p}")),
         _reader("text", "Straße 😀\n".encode(), lambda path: read_text(path, "--text")),
-        _reader("result", quality, lambda path: make_tables(read_result(path))),
         *(
             _reader(f"{kind} plot", content, _plot(kind, folder, capture), weight=1)
             for kind, content in (("quality", quality), ("speed", bench), ("trace", traces))

@@ -7,19 +7,19 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import resolve
 from hisparse.errors import HiSparseError
-from hisparse.memory.costs import Resources
 from hisparse.types import KVSpec
 from tests.hostile.mutations import hostile_value, mutated_object, mutated_text
 from tests.hostile.validator import is_documented
+from tests.shapes import TWO_LAYERS, machine
 from tests.sizes import PART
 
 COUNT = 100_000 if PART == "hostile" else 1_000
@@ -44,6 +44,7 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "dense_layers": (None, [], [0], [0, 3], [5]),
     "reuse_layers": (1, 2),
     "overlap": (True, False),
+    "miss": ("transfer", "host"),
     "host_memory": (0.5, "64GiB", 1 << 34, "1.5 TB"),
     "device_memory": (None, 0.5, "8GiB"),
     "host_layout": (None, "layer_first", "page_first", "page_head"),
@@ -66,14 +67,8 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     ),
 }  # fmt: skip
 
-SPEC = KVSpec(
-    num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.bfloat16,
-    page_size=16,
-)  # fmt: skip
-MACHINE = Resources(
-    host_bytes=1 << 36, device_bytes=1 << 34, context_length=32768, max_requests=64,
-    device_type="cpu",
-)  # fmt: skip
+SPEC = replace(TWO_LAYERS, num_layers=4)
+MACHINE = machine(context_length=32768, max_requests=64)
 
 
 def configuration(rng: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""Says whether a text is a configuration, from what docs/configuration.md promises alone.
+"""Says whether a text is a configuration, only from what docs/configuration.md promises.
 
 Nothing here comes from the parser: JSON is read by Python, types and ranges are a JSON schema, and
 the rules between keys are those of the page's table. The names of algorithms are the registered.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import operation
+from hisparse.kernels.build import cpu as _build_cpu
 from hisparse.kernels.build import cuda as _build_cuda
 from hisparse.kernels.operation import IMPLEMENTATIONS
 from tests.kernels.fibers import build, orders
@@ -32,7 +34,7 @@ CUDA_TESTS = {
     "test_diff_tables",
     "test_quantized_transfer",
     "test_raw_queries",
-    "test_lru_diff",
+    "test_lru",
     "test_page_sketch",
     "test_rebalance",
     "test_select",
@@ -153,3 +155,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+#: A small library to build in place of the real one, and how.
+FLAGS = ["-std=c++17", "-O0", "-fPIC"]
+SOURCE = """
+#include <tvm/ffi/function.h>
+int forty_two() { return 42; }
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(forty_two, forty_two);
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A small library to build in place of the real one, into an empty cache."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "answer.cpp").write_text(SOURCE)
+    monkeypatch.setattr(_build_cpu, "_SOURCES", folder)
+    monkeypatch.setattr(_build_cpu, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(_build_cpu, "_FLAGS", FLAGS)
+    _build_cpu.cpu_library.cache_clear()
+    yield folder
+    _build_cpu.cpu_library.cache_clear()

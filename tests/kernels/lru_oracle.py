@@ -11,25 +11,34 @@ class LruOracle:
     def __init__(self, capacity: int) -> None:
         self.slots: OrderedDict[int, int | None] = OrderedDict((s, None) for s in range(capacity))
 
-    def step(self, selection: list[int], host_pages: list[int]) -> dict[str, list[int] | int]:
-        """One ``lru_diff`` of the row; the outputs without their padding at the end."""
+    def step(
+        self,
+        selection: list[int],
+        host_pages: list[int],
+        wait_below: int | None = None,
+        admit: int | None = None,
+    ) -> dict[str, list[int] | int]:
+        """One ``diff_tables`` of the row; the outputs without their padding at the end."""
         wanted = list(dict.fromkeys(p for p in selection if p >= 0))
         where = {page: slot for slot, page in self.slots.items() if page is not None}
         hits = {where[p] for p in wanted if p in where}
         misses = [p for p in wanted if p not in where]
-        victims = [slot for slot in self.slots if slot not in hits][: len(misses)]
-        for slot, page in zip(victims, misses, strict=True):
+        away = misses if wait_below is not None and len(misses) >= wait_below else []
+        loads = misses[:admit] if away else misses
+        victims = [slot for slot in self.slots if slot not in hits][: len(loads)]
+        for slot, page in zip(victims, loads, strict=True):
             self.slots[slot] = page
             self.slots.move_to_end(slot)
             where[page] = slot
         for slot in [s for s in self.slots if s in hits]:
             self.slots.move_to_end(slot)
         return {
-            "current": [where[p] if p >= 0 else -1 for p in selection],
+            "current": [where[p] if p >= 0 else -1 for p in selection if p not in away],
             "load_host": [host_pages[p] for p in misses],
             "load_slots": victims,
             "hits": len(hits),
             "misses": len(misses),
+            "away": len(away),
         }
 
     def reset(self) -> None:

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -21,29 +21,10 @@ from hisparse.kernels.build import compiler as _compiler
 from hisparse.kernels.build import cpu as _build
 from hisparse.kernels.build.cache import is_intact
 from hisparse.kernels.operation import OPERATIONS, Place
+from tests.kernels.conftest import SOURCE
 from tests.kernels.world import World
 
-LRU_DIFF, ON_CPU = OPERATIONS["lru_diff"], Place("cpu", "cpu")
-
-SOURCE = """
-#include <tvm/ffi/function.h>
-int forty_two() { return 42; }
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(forty_two, forty_two);
-"""
-
-
-@pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A small library to build in place of the real one, into an empty cache."""
-    folder = tmp_path / "csrc"
-    folder.mkdir()
-    (folder / "answer.cpp").write_text(SOURCE)
-    monkeypatch.setattr(_build, "_SOURCES", folder)
-    monkeypatch.setattr(_build, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(_build, "_FLAGS", ["-std=c++17", "-O0", "-fPIC"])
-    _build.cpu_library.cache_clear()
-    yield folder
-    _build.cpu_library.cache_clear()
+DIFF_TABLES, ON_CPU = OPERATIONS["diff_tables"], Place("cpu", "cpu")
 
 
 def test_a_library_is_built_once_and_says_so(
@@ -293,7 +274,7 @@ def test_without_a_library_all_works_and_it_is_said_once(
 ) -> None:
     spoil(sources, monkeypatch)
     with caplog.at_level(logging.WARNING):
-        assert LRU_DIFF.implementation("auto", ON_CPU) is LRU_DIFF.function("reference")
+        assert DIFF_TABLES.implementation("auto", ON_CPU) is DIFF_TABLES.function("reference")
         world = World(2, 4, Random(0), "auto")
         world.resize([0, 1], [4, 3])
         for _ in range(3):
@@ -302,11 +283,11 @@ def test_without_a_library_all_works_and_it_is_said_once(
     (record,) = caplog.records
     assert re.search(f"C\\+\\+ kernels are off, .*{why}", record.message)
     with pytest.raises(KernelError, match="implementation 'cpu': the library cannot be built"):
-        LRU_DIFF.implementation("cpu", ON_CPU)
+        DIFF_TABLES.implementation("cpu", ON_CPU)
 
 
 def test_tensors_elsewhere_go_to_the_reference() -> None:
     where = Place.of([torch.zeros(1), torch.zeros(1, device="meta")])
-    assert LRU_DIFF.implementation("auto", where) is LRU_DIFF.function("reference")
+    assert DIFF_TABLES.implementation("auto", where) is DIFF_TABLES.function("reference")
     with pytest.raises(KernelError, match="implementation 'cpu': tensors are on cpu, meta"):
-        LRU_DIFF.implementation("cpu", where)
+        DIFF_TABLES.implementation("cpu", where)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,8 @@ import pytest
 from hisparse.kernels.build import compiler
 from hisparse.kernels.build import cpu as build
 from hisparse.kernels.build.cache import is_intact
-from tests.kernels.test_build import SOURCE
-from tests.processes import largest_file
-
-FLAGS = ["-std=c++17", "-O0", "-fPIC"]
+from tests.kernels.conftest import FLAGS, SOURCE
+from tests.processes import largest_file, wait_until
 
 #: A builder of the same small library in a process of its own.
 BUILDER = textwrap.dedent(
@@ -38,17 +35,9 @@ BUILDER = textwrap.dedent(
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(sources: Path) -> Path:
     """The empty cache of a small library that is built in place of the real one."""
-    sources, folder = tmp_path / "csrc", tmp_path / "cache"
-    sources.mkdir()
-    (sources / "answer.cpp").write_text(SOURCE)
-    monkeypatch.setattr(build, "_SOURCES", sources)
-    monkeypatch.setattr(build, "CACHE", folder)
-    monkeypatch.setattr(build, "_FLAGS", FLAGS)
-    build.cpu_library.cache_clear()
-    yield folder
-    build.cpu_library.cache_clear()
+    return sources.parent / "cache"
 
 
 def start_builder(cache: Path) -> subprocess.Popen[str]:
@@ -56,13 +45,6 @@ def start_builder(cache: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-
-
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not appear"
-        time.sleep(0.02)
 
 
 def use_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
@@ -77,7 +59,7 @@ def use_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> 
 
 
 def only_whole_files(cache: Path) -> bool:
-    """Whether a cache holds libraries and objects with their digests and empty locks alone."""
+    """Whether a cache holds only libraries and objects with their digests, and empty locks."""
     files = {path for path in cache.rglob("*") if path.is_file()}
     whole = {path for path in files if path.suffix in (".so", ".o") and is_intact(path)}
     digests = {path.with_name(f"{path.name}.sha256") for path in whole}
@@ -123,7 +105,7 @@ def test_a_builder_that_is_killed_while_its_compiler_goes_on(
     """.replace("{real}", str(shutil.which("g++")))
     use_compiler(monkeypatch, folder, script)
     builder = start_builder(cache)
-    wait_for(folder / "waiting")
+    wait_until((folder / "waiting").exists, timeout_s=120)
     builder.kill()
     assert builder.wait() == -signal.SIGKILL
     builder.communicate()

@@ -119,7 +119,7 @@ def test_padding_changes_no_key_of_a_request(impl: str) -> None:
     keys, scales = pool(4, 16, "fp8")
     new = torch.ones(3, 16)
     new[1:] = torch.nan
-    store_index_keys(new, keys, torch.tensor([2, 0, 0]), scales=scales, impl=impl)
+    store_index_keys(new, keys, torch.tensor([2, 0, -1]), scales=scales, impl=impl)
     assert scales is not None
     assert torch.equal(keys[2].float() * scales[2], torch.ones(16))
     assert not keys[[1, 3]].float().any()

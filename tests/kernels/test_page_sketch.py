@@ -90,16 +90,24 @@ def test_what_a_sketch_stands_for(impl: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "q_heads", "kv_heads", "dim", "size", "channels", "pages"),
+    ("batch", "q_heads", "kv_heads", "dim", "size", "channels", "pages", "dtype"),
     [
-        (1, 14, 2, 64, 16, 20, 70),
-        (3, 6, 3, 21, 7, 5, 9),
-        (2, 2, 2, 24, 1, 0, 1),
-        (2, 8, 1, 128, 40, 40, 19),
+        (1, 14, 2, 64, 16, 20, 70, "fp32"),
+        (3, 6, 3, 21, 7, 5, 9, "fp32"),
+        (2, 2, 2, 24, 1, 0, 1, "fp32"),
+        (2, 8, 1, 128, 40, 40, 19, "fp32"),
+        (2, 4, 2, 64, 16, 20, 80, "bf16"),
+        (2, 4, 2, 136, 5, 9, 80, "fp16"),
+        (2, 4, 2, 24, 1, 0, 80, "bf16"),
+        (2, 8, 2, 128, 16, 40, 80, "bf16"),
+        (2, 24, 2, 128, 16, 40, 80, "fp16"),
+        (2, 6, 2, 256, 16, 80, 80, "bf16"),
+        (2, 34, 2, 576, 16, 180, 80, "bf16"),
+        (2, 20, 2, 96, 32, 30, 80, "bf16"),
         # On fibers, which have few multiprocessors, warps score several batches.
-        (1, 8, 8, 8, 4, 2, 300),
+        (1, 8, 8, 8, 4, 2, 300, "fp32"),
         # On a GPU they do with so many pages: each warp fills its stages again and again.
-        pytest.param(4, 8, 8, 64, 16, 20, 4096, marks=NEEDS_GPU),
+        pytest.param(4, 8, 8, 64, 16, 20, 4096, "bf16", marks=NEEDS_GPU),
     ],
 )
 def test_scores_are_the_log_of_summed_weights(
@@ -111,16 +119,18 @@ def test_scores_are_the_log_of_summed_weights(
     size: int,
     channels: int,
     pages: int,
+    dtype: str,
 ) -> None:
     torch.manual_seed(2)
     keys = some_keys(350, size, kv_heads, dim, torch.float32)
     sketches, layout = sketched(keys, channels, "reference", numbered=impl != "cpu")
-    query = torch.randn(batch, q_heads, dim) / dim**0.5
+    query, scale = torch.randn(batch, q_heads, 2, dim).to(DTYPES[dtype])[:, :, 1], dim**-0.5
     # The table is a part of a wider one, as the coordinator hands it over.
     table = torch.randint(350, (batch, pages + 3), dtype=torch.int32)[:, :pages]
     num_pages = torch.randint(pages + 1, (batch,), dtype=torch.int32)
     num_pages[0] = pages
-    scores, _ = sketch_score(query, sketches, table, num_pages, layout, impl=impl)
+    scores, _ = sketch_score(query, sketches, table, num_pages, layout, scale=scale, impl=impl)
+    query = scale * query.float()
     own = sketch_keys(sketches, layout)[table.long()].double()
     own = own.repeat_interleave(q_heads // kv_heads, dim=2)
     expected = torch.einsum("bhd,bphsd->bhps", query.double(), own).logsumexp(-1)

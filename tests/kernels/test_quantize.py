@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
-from hisparse.kernels import QUANTIZED, dequantize, paged_attention, quantize
-from hisparse.types import StoredKV
+from hisparse.kernels import QUANTIZED, dequantize, quantize
+from hisparse.types import AttentionRule, PagedKV, StoredKV
+from tests.kernels.test_attention import check_paged, paged_case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -73,6 +73,28 @@ def test_what_was_read_is_stored_as_the_same_bytes(
         assert torch.equal(x.float(), wide)
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_code_is_read_as_by_the_reference(
+    dtype: torch.dtype, stored_dtype: torch.dtype
+) -> None:
+    """Of any strides, and NaN too."""
+    codes = torch.arange(256, dtype=torch.uint8).view(stored_dtype).repeat(2, 12, 1)
+    # From the least scale on that the dtype has.
+    scales = torch.arange(112, 136, dtype=torch.uint8).view(2, 12, 1).expand(-1, -1, 2)
+    for k in (codes, torch.stack([codes, codes], -1)[..., 0], codes.transpose(0, 1)):
+        given = StoredKV(k, k, scales.transpose(0, 1) if k.shape[0] == 12 else scales)
+        outs = [
+            (torch.zeros(k.shape, dtype=dtype), torch.zeros(k.shape, dtype=dtype)) for _ in "ab"
+        ]
+        for name, out in zip(("reference", "auto"), outs, strict=True):
+            dequantize(given, out, impl=name)
+        for expected, got in zip(*outs, strict=True):
+            assert torch.equal(expected.nan_to_num(7.5), got.nan_to_num(7.5))
+            assert torch.equal(expected.isnan(), got.isnan())
+            assert torch.equal(expected.signbit()[~got.isnan()], got.signbit()[~got.isnan()])
+
+
 @pytest.mark.parametrize(("stored_dtype", "most"), [(E4M3, 61440.0), (INT8, 65024.0)], ids=str)
 def test_the_largest_of_float16_stays_a_number(
     impl: str, stored_dtype: torch.dtype, most: float
@@ -134,26 +156,12 @@ def test_integers_keep_no_nan(impl: str) -> None:
 def test_attends_over_what_is_read(
     impl: str, heads: int, size: int, dims: tuple[int, int], stored_dtype: torch.dtype
 ) -> None:
-    """Against float64 over the numbers that are read; nothing beyond a row's tokens matters."""
-    lens, pages = [0, 1, 3 * size, 260], 300 // size + 2
-    rng = torch.Generator().manual_seed(size)
-    k, v = (
-        torch.randn(pages * len(lens), size, heads, d, generator=rng).transpose(1, 2) * 40
-        for d in dims
-    )
+    """The scales of keys belong to the logits that are capped."""
+    kv, table, lens = paged_case(AttentionRule(1.0), [0, 1, 3 * size, 260], heads, size, dims)
     # Every token has a scale of its own.
-    k *= torch.exp2(torch.randint(-9, 1, k.shape[:3], generator=rng))[..., None]
-    v *= torch.exp2(torch.randint(-9, 9, v.shape[:3], generator=rng))[..., None]
+    spread = [torch.exp2(torch.randint(-9, 1, x.shape[:3]))[..., None] for x in kv]
+    k, v = (x.nan_to_num() * 9 * each for x, each in zip(kv, spread, strict=True))
     stored = quantize(k, v, stored_dtype)
-    keys, values = _read(stored, torch.float32)
-    table = torch.randperm(len(k), generator=rng).view(len(lens), -1).to(torch.int32)
-    q = torch.randn(len(lens), 4, dims[0], generator=rng) * 0.1
-    out, lse = paged_attention(q, stored, table, torch.tensor(lens, dtype=torch.int32), impl=impl)
-    for row, n in enumerate(lens):
-        for query in range(4):
-            head = query * heads // 4
-            own_k, own_v = (x[table[row].long(), head].flatten(0, 1)[:n] for x in (keys, values))
-            logits = own_k.double() @ q[row, query].double()
-            expected = logits.softmax(0) @ own_v.double()
-            assert_close(out[row, query].double(), expected, rtol=2e-4, atol=2e-3)
-            assert_close(lse[row, query].double(), logits.logsumexp(0), rtol=1e-4, atol=1e-4)
+    read = PagedKV(*_read(stored, torch.float32))
+    for rule in (AttentionRule(0.3), AttentionRule(0.3, 2.0, 17)):
+        check_paged(torch.randn(4, 4, dims[0]), stored, table, lens, rule, impl, read=read)

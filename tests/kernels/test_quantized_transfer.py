@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hisparse.cache.host_pool import HOST_LAYOUTS, HostKVPool
 from hisparse.kernels import gather_pages, gather_tokens, quantize, scatter_tokens
-from hisparse.types import KVSpec, PagedKV, StoredKV
+from hisparse.types import PagedKV, StoredKV
+from tests.shapes import small_spec
 
 TOKENS, HEADS = 60, 3
 
@@ -24,16 +25,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def host_of(layout: str, size: int, widths: tuple[int, int]) -> HostKVPool:
-    spec = KVSpec(
-        num_layers=2,
-        num_q_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=widths[0],
-        v_head_dim=widths[1],
-        dtype=torch.bfloat16,
-        page_size=size,
-        kv_cache_dtype="fp8_e4m3",
-    )
+    heads = {"num_q_heads": HEADS, "num_kv_heads": HEADS}
+    heads |= {"head_dim": widths[0], "v_head_dim": widths[1]}
+    spec = small_spec(**heads, dtype=torch.bfloat16, page_size=size, kv_cache_dtype="fp8_e4m3")
     return HostKVPool(spec, 80 // size, layout, pin=False)
 
 

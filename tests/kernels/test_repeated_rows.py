@@ -1,4 +1,4 @@
-"""``lru_diff`` for requests with the same state rows: one call is as many calls in that order."""
+"""``diff_tables`` of requests with the same state rows: one call is as many calls in that order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from hisparse.kernels import lru_diff
-from tests.kernels.world import empty_state, i32
+from tests.kernels.world import diff_slots, empty_state, i32
 
 SLOTS, PAGES, HEADS = 24, 40, 3
 
@@ -19,9 +18,10 @@ def random_selection(rng: Random, rows: int) -> torch.Tensor:
     return i32([[page if rng.random() < 0.8 else -1 for page in pages] for pages in chosen])
 
 
+@pytest.mark.parametrize("admit", [0, 3, None])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
-def test_the_same_rows_are_served_in_order(impl: str, seed: int) -> None:
+def test_the_same_rows_are_served_in_order(impl: str, seed: int, admit: int | None) -> None:
     rng = Random(seed)
     # Slots 4, 1 and 2, of which the first and the last have several tokens; one is padding.
     slots = [4, 4, 4, 1, 2, 2, 0]
@@ -33,20 +33,22 @@ def test_the_same_rows_are_served_in_order(impl: str, seed: int) -> None:
     table = i32([rng.sample(range(500), PAGES) for _ in slots])
     for _ in range(4):
         selection = random_selection(rng, count)
-        found = lru_diff(selection, table, capacity, real, once, rows=rows, impl=impl)
+        below = i32([rng.choice([0, 4, 99]) for _ in slots])
+        waits = {"wait_below": below, "admit": admit, "impl": impl}
+        found = diff_slots(selection, table, capacity, real, once, rows=rows, **waits)
         for request in range(len(slots) - 1):
             some = slice(request * HEADS, (request + 1) * HEADS)
-            expected = lru_diff(
+            expected = diff_slots(
                 selection[some],
                 table[request : request + 1],
                 capacity[some],
                 i32([HEADS]),
                 many,
                 rows=rows[some],
-                impl=impl,
+                **waits | {"wait_below": below[request : request + 1]},
             )
             for name, a, b in zip(found._fields, found, expected, strict=True):
                 assert torch.equal(a[some], b), (request, name)
-        assert (found.curr_device_slots[-HEADS:] == -1).all()
+        assert (found.slots[-HEADS:] == -1).all()
         for a, b in zip(once[:3], many[:3], strict=True):
             assert torch.equal(a, b)

@@ -1,4 +1,4 @@
-"""``page_score`` and ``select`` of every implementation."""
+"""``select`` of every implementation."""
 
 from __future__ import annotations
 
@@ -10,50 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.testing import assert_close
 
 from hisparse.errors import KernelError
-from hisparse.kernels import SelectRule, page_score, select
-from tests.kernels.conftest import check_unwritten
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=["fp32", "bf16", "fp8"]
-)
-@pytest.mark.parametrize(
-    ("batch", "q_heads", "kv_heads", "dim", "ranges", "pages"),
-    [(1, 9, 3, 64, 1, 448), (3, 4, 2, 24, 4, 7), (2, 2, 2, 5, 3, 1), (8, 8, 1, 128, 2, 63)],
-)
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-def test_page_score_is_the_largest_sum_of_channel_maxima(
-    impl: str,
-    dtype: torch.dtype,
-    batch: int,
-    q_heads: int,
-    kv_heads: int,
-    dim: int,
-    ranges: int,
-    pages: int,
-    scaled: bool,
-) -> None:
-    query = torch.randn(batch, q_heads, dim)
-    keys = torch.randn(2, 700, ranges, kv_heads, dim)
-    high, low = keys.amax(0), keys.amin(0)
-    scales = torch.exp2(torch.randint(-3, 3, (700, ranges, kv_heads)).float()) if scaled else None
-    summaries = torch.cat([high, low], -1).to(dtype)
-    # The table is a part of a wider one, as the coordinator hands it over.
-    table = torch.randint(700, (batch, pages + 3), dtype=torch.int32)[:, :pages]
-    num_pages = torch.randint(pages + 1, (batch,), dtype=torch.int32)
-    num_pages[0] = pages
-    scores = page_score(query, summaries, table, num_pages, scales=scales, impl=impl)
-    own = summaries.float() if scales is None else summaries.float() * scales[..., None]
-    own = own[table.long()].repeat_interleave(q_heads // kv_heads, dim=3)
-    q = query[:, None, None]
-    products = torch.maximum(q * own[..., :dim], q * own[..., dim:])
-    expected = products.sum(-1).amax(2).transpose(1, 2)
-    absent = (torch.arange(pages) >= num_pages[:, None])[:, None].expand_as(scores)
-    assert_close(scores[~absent], expected[~absent], rtol=1e-4, atol=2e-4)
-    check_unwritten(impl, scores, absent)
+from hisparse.kernels import SelectRule, select
 
 
 def sinks_and_recents(num_pages: Tensor, width: int) -> Tensor:
@@ -148,41 +107,6 @@ def test_mass_takes_the_fewest_pages_that_reach_it(
                 assert not left or picked[-1] >= max(left) - eps
 
 
-@pytest.mark.parametrize("with_rest", [False, True], ids=["alone", "rest"])
-@pytest.mark.parametrize("within", [0.0, 2.5, 1e9])
-@pytest.mark.parametrize("heads", [1, 2, 8], ids=lambda h: f"select{h}")
-def test_within_takes_what_is_near_the_best_of_some_head(
-    impl: str, heads: int, within: float, with_rest: bool
-) -> None:
-    scores, num_pages, rest = random_scores(4, 40)
-    most = 12
-    pages, lengths = select(
-        scores,
-        num_pages,
-        SelectRule(heads=heads, max_pages=most, within=within),
-        forced=sinks_and_recents(num_pages, 40),
-        rest=rest if with_rest else None,
-        impl=impl,
-    )
-    for row, count in enumerate(num_pages.tolist()):
-        for head in range(heads):
-            chosen = pages[row, head, : lengths[row, head]].tolist()
-            forced = {0, count - 2, count - 1} & set(range(count))
-            logits = group_of(scores[row, :, :count], head, heads)
-            if count == 0:
-                assert chosen == []
-                continue
-            best = logits.amax(-1)
-            if with_rest:
-                best = torch.maximum(best, group_of(rest[row], head, heads))
-            behind = (logits - best[:, None]).amax(0)
-            near = {p for p in range(count) if behind[p] >= -within} | forced
-            if len(near) > most:
-                ranked = sorted(near - forced, key=lambda p: -behind[p].item())
-                near = forced | set(ranked[: most - len(forced)])
-            assert chosen == sorted(near)
-
-
 def test_a_thread_whose_first_request_has_no_page(impl: str) -> None:
     """A thread's scratch memory is empty until its first request with pages."""
     scores, none = torch.zeros(1, 2, 4), torch.zeros(1, dtype=torch.int32)
@@ -269,11 +193,13 @@ def test_the_score_of_the_rest_of_no_pages_is_not_counted(
     assert counter.tolist() == [1]
 
 
-def first_of_the_best(scores: list[list[float]], forced: list[bool], rule: SelectRule) -> list[int]:
+def first_of_the_best(
+    scores: list[list[float]], rest: list[float], forced: list[bool], rule: SelectRule
+) -> list[int]:
     """The rule in plain Python, for the heads ``[heads, pages]`` that share one selection."""
     heads = [[-math.inf if x != x else min(x, FLOAT32.max) for x in head] for head in scores]
     values = heads[0]
-    best = [max(head, default=-math.inf) for head in heads]
+    best = [max([*head, other]) for head, other in zip(heads, rest, strict=True)]
     if rule.within is not None:
         heads = [
             [x - top if top > -math.inf else top for x in head]
@@ -282,7 +208,8 @@ def first_of_the_best(scores: list[list[float]], forced: list[bool], rule: Selec
         values = [max(column) for column in zip(*heads, strict=True)]
     if rule.mass is not None:
         values = [math.exp(x - best[0]) if best[0] > -math.inf else 0.0 for x in values]
-        values = [x / (sum(values) or 1.0) for x in values]
+        total = sum(values) + (math.exp(rest[0] - best[0]) if best[0] > -math.inf else 0.0)
+        values = [x / (total or 1.0) for x in values]
     rank = [math.inf if is_forced else x for x, is_forced in zip(values, forced, strict=True)]
     ranked = sorted(range(len(values)), key=lambda page: (-rank[page], not forced[page], page))
     left_out, chosen = sum(values), []
@@ -297,25 +224,35 @@ def first_of_the_best(scores: list[list[float]], forced: list[bool], rule: Selec
 
 FLOAT32 = torch.finfo(torch.float32)
 HARD_SCORES = st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf, -math.inf, math.nan])
+RESTS = st.sampled_from([0.0, 1.0, 2.0, 3.0])
 # No sum of equal shares is at the edge of this mass.
 RULES = st.sampled_from([{}, {"within": 0.0}, {"within": 1.0}, {"mass": 0.618034}])
 
 
 @given(
     rule=RULES,
-    group=st.integers(1, 3),
+    heads=st.sampled_from([1, 2, 4]),
+    group=st.integers(0, 3),
     width=st.integers(1, 20),
     most=st.integers(1, 22),
     data=st.data(),
 )
 def test_any_scores_choose_the_first_of_the_best(
-    impl: str, rule: dict[str, float], group: int, width: int, most: int, data: st.DataObject
+    impl: str,
+    rule: dict[str, float],
+    heads: int,
+    group: int,
+    width: int,
+    most: int,
+    data: st.DataObject,
 ) -> None:
-    """With ties, infinities and NaN."""
+    """With ties, infinities and NaN, beside a score of the rest; 0: two heads have one score."""
     # Sums of several heads' shares are rounded: only ``within`` is exact for a group.
-    heads, group = 2, group if "within" in rule else 1
+    group = group if "within" in rule else min(group, 1)
+    given = heads * group or max(1, heads // 2)
     values = st.lists(HARD_SCORES, min_size=width, max_size=width)
-    scores = data.draw(st.lists(values, min_size=heads * group, max_size=heads * group))
+    scores = data.draw(st.lists(values, min_size=given, max_size=given))
+    rest = data.draw(st.none() | st.lists(RESTS, min_size=given, max_size=given))
     forced = data.draw(st.lists(st.booleans(), min_size=width, max_size=width))
     count = data.draw(st.integers(0, width))
     limits = SelectRule(heads=heads, max_pages=most, **rule)
@@ -324,11 +261,14 @@ def test_any_scores_choose_the_first_of_the_best(
         torch.tensor([count], dtype=torch.int32),
         limits,
         forced=torch.tensor([forced]),
+        rest=None if rest is None else torch.tensor([rest]),
         impl=impl,
     )
     for head in range(heads):
-        own = [row[:count] for row in scores[head * group : (head + 1) * group]]
-        expected = first_of_the_best(own, forced[:count], limits)
+        of_head = range(head * given // heads, head * given // heads + max(1, given // heads))
+        own = [scores[i][:count] for i in of_head]
+        beside = [-math.inf if rest is None else rest[i] for i in of_head]
+        expected = first_of_the_best(own, beside, forced[:count], limits)
         assert pages[0, head].tolist() == expected + [-1] * (most - len(expected))
         assert int(lengths[0, head]) == len(expected)
 
@@ -340,8 +280,9 @@ def test_any_scores_choose_the_first_of_the_best(
         ({"within": -1}, "within: got -1, expected at least 0"),
         ({"mass": 0.5, "within": 1}, "got mass 0.5 and within 1, expected one of the two"),
         ({"heads": 0}, "heads: got 0, expected 1 or more"),
+        ({"max_pages": -1}, "max_pages: got -1, expected 0 or more"),
     ],
-    ids=["mass", "within", "both", "heads"],
+    ids=["mass", "within", "both", "heads", "pages"],
 )
 def test_a_rule_out_of_range_is_refused(values: dict[str, float], message: str) -> None:
     with pytest.raises(KernelError, match=message):

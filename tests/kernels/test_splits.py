@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import SelectRule, paged_attention, select
-from hisparse.kernels.attention import reference
-from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
+from hisparse.types import UNSCALED, AttentionRule, PagedKV
 from tests.kernels.gpu.on_gpu import ON_GPU
+from tests.kernels.test_attention import check_paged, paged_case
 
 WIDTH = 40
 
@@ -29,37 +29,25 @@ def split_kernels(impl: str) -> Iterator[ModuleType | None]:
     yield triton_attention
 
 
-def _attend(
-    impl: str, dtype: torch.dtype, rank: int | None, rule: AttentionRule = UNSCALED
-) -> tuple[Tensor, ...]:
-    """Rows of 0, 1, 63 and 528 tokens in pages of 7; what is not to be read is NaN."""
+def _case(
+    dtype: torch.dtype, rank: int | None, rule: AttentionRule = UNSCALED
+) -> tuple[Tensor, PagedKV, Tensor, Tensor, AttentionRule]:
+    """Rows of 0, 1, 63 and 528 tokens in pages of 7, as ``check_paged`` takes them."""
     torch.manual_seed(rank or 0)
-    lens = torch.tensor([0, 1, 63, 528], dtype=torch.int32)
-    total = 4 * 76
-    k = torch.randn(total, 7, 2, WIDTH).to(dtype).transpose(1, 2)
-    v = torch.randn(total, 7, 2, 24).to(dtype).transpose(1, 2) if rank is None else k[..., :rank]
-    table = torch.randperm(total).view(4, 76).to(torch.int32)
-    beyond = torch.arange(76 * 7) >= lens[:, None]
-    unread = torch.zeros(total, 7, dtype=torch.bool)
-    unread[table.long()] = beyond.view(4, 76, 7)
+    kv, table, lens = paged_case(rule, [0, 1, 63, 528], 2, 7, (WIDTH, 24), dtype)
     query = (torch.randn(4, 6, WIDTH) * WIDTH**-0.5).to(dtype).float()
-    clean = StoredKV(k.clone(), v.clone())
-    expected = reference.paged_attention(query, clean, table, lens, rule)
-    k.masked_fill_(unread[:, None, :, None], torch.nan)
-    v.masked_fill_(unread[:, None, :, None], torch.nan)
-    found = paged_attention(query, PagedKV(k, v), table, lens, rule=rule, impl=impl)
-    return (*found, *expected)
+    return query, kv if rank is None else PagedKV(kv.k, kv.k[..., :rank]), table, lens, rule
 
 
 # Steps are of 16 tokens: 33 splits share 528 tokens, and are merged in more than one turn.
 @pytest.mark.parametrize(
-    ("splits", "dtype", "rank", "tolerance"),
+    ("splits", "dtype", "rank"),
     [
-        pytest.param(1, torch.float32, None, 1e-5, id="1-fp32"),
-        pytest.param(2, torch.float16, None, 1e-5, id="2-fp16"),
-        pytest.param(5, torch.bfloat16, None, 1e-4, id="5-bf16"),
-        pytest.param(33, torch.float32, None, 1e-5, id="33-fp32"),
-        pytest.param(5, torch.float32, 32, 1e-5, id="5-latent-fp32"),
+        pytest.param(1, torch.float32, None, id="1-fp32"),
+        pytest.param(2, torch.float16, None, id="2-fp16"),
+        pytest.param(5, torch.bfloat16, None, id="5-bf16"),
+        pytest.param(33, torch.float32, None, id="33-fp32"),
+        pytest.param(5, torch.float32, 32, id="5-latent-fp32"),
     ],
 )
 def test_splits_change_nothing(
@@ -69,15 +57,10 @@ def test_splits_change_nothing(
     splits: int,
     dtype: torch.dtype,
     rank: int | None,
-    tolerance: float,
 ) -> None:
     if split_kernels is not None:
         monkeypatch.setattr(split_kernels, "num_splits", lambda *sizes: splits)
-    out, lse, expected, expected_lse = _attend(impl, dtype, rank)
-    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
-    assert not out[0].any()
-    assert (lse[0] == -torch.inf).all()
+    check_paged(*_case(dtype, rank), impl)
 
 
 @pytest.mark.parametrize("window", [1, 16, 100, 600])
@@ -89,10 +72,7 @@ def test_splits_share_the_tokens_of_a_window(
 ) -> None:
     if split_kernels is not None:
         monkeypatch.setattr(split_kernels, "num_splits", lambda *sizes: 3)
-    rule = AttentionRule(1.0, 3.0, window)
-    out, lse, expected, expected_lse = _attend(impl, torch.float32, None, rule)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    check_paged(*_case(torch.float32, None, AttentionRule(1.0, 3.0, window)), impl)
 
 
 def test_whichever_split_ends_last_merges_to_the_same_bits(
@@ -112,10 +92,11 @@ def test_whichever_split_ends_last_merges_to_the_same_bits(
         orders[-1].append(builder.grid_idx)
 
     monkeypatch.setattr(builder, "set_grid_idx", placed)
+    *inputs, rule = _case(torch.bfloat16, None)
     results = []
     for _ in range(3):
         orders.append([])
-        results.append(_attend(impl, torch.bfloat16, None)[:2])
+        results.append(paged_attention(*inputs, rule=rule, impl=impl))
         assert not split_kernels.arrival_counters(1, results[0][0].device).any()
     assert orders[0] != orders[1] != orders[2]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(set(orders[2]))

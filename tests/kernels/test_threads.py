@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import (
-    LruDiff,
+    DecodeRows,
     RowState,
+    diff_tables,
     gather_pages,
     gather_tokens,
-    lru_diff,
     scatter_tokens,
     serial_operators,
 )
+from hisparse.kernels.operation import ResultMemory
 from hisparse.types import PagedKV
 
 ROWS, WIDTH, SLOTS, PAGES = 8, 1500, 4000, 6000
@@ -45,15 +46,18 @@ def trace(seed: int, impl: str, steps: int = 6) -> list[Tensor]:
     order[order >= capacity[:, None]] = -1
     state = RowState(torch.full_like(order, -1), order, order.clone())
     table = torch.arange(ROWS * PAGES, dtype=torch.int32).view(ROWS, PAGES)
+    counts, tails = torch.full_like(capacity, PAGES), torch.full_like(capacity, ROWS * SLOTS)
     real = torch.tensor([ROWS - 1], dtype=torch.int32)
+    step = DecodeRows(torch.arange(ROWS), capacity, real, table, counts, tails, tails)
     outputs: list[Tensor] = []
     for selection in selections(seed, steps):
-        diff: LruDiff = lru_diff(selection, table, capacity, real, state, impl=impl)
-        outputs += diff
+        lengths = (selection >= 0).int().cumprod(1).sum(1).int()
+        lengths[-1] = 0  # Padding.
+        outputs += diff_tables(selection, lengths, step, state, page_size=1, impl=impl)[:6]
     return [*outputs, *state[:3]]
 
 
-def test_lru_diff_of_many_rows() -> None:
+def test_tables_of_many_rows() -> None:
     for got, expected in zip(trace(1, "cpu"), trace(1, "reference"), strict=True):
         assert torch.equal(got, expected)
 
@@ -100,6 +104,17 @@ def test_operators_are_serial_inside_only_and_kernels_keep_their_threads(same: b
         got = trace(1, "cpu", 2)
     assert torch.get_num_threads() == 4
     assert all(map(torch.equal, got, expected))
+
+
+def test_threads_share_no_memory_of_results() -> None:
+    """And within a thread, results that are kept have memory of their own."""
+    memory = ResultMemory()
+    with memory, ThreadPoolExecutor(1) as pool:
+        pool.submit(trace, 1, "cpu", 1).result()
+        assert not memory
+        got = trace(1, "cpu", 2)
+        assert memory
+    assert all(map(torch.equal, got, trace(1, "reference", 2)))
 
 
 def test_operators_are_parallel_again_after_an_error() -> None:

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.fake_cuda.variants import SHORT, WHOLE, Variant, variants
-from tests.kernels.sass import Loop, blocks_per_sm, hot_loop, ptx_fault
+from tests.kernels.sass import blocks_per_sm, ptx_fault
 
 ARCHS = (80, 90, 100)
 #: Bytes of shared memory that a block may take: a launch that asks for more fails.
@@ -44,8 +44,6 @@ class Usage(NamedTuple):
         spills: bytes.
         shared: bytes of shared memory.
         warps: of a block.
-        instructions: of the whole program.
-        loop: its hottest loop, or else the program.
         error: why it did not compile, or what is wrong with its PTX; empty: nothing.
     """
 
@@ -55,8 +53,6 @@ class Usage(NamedTuple):
     spills: int = 0
     shared: int = 0
     warps: int = 0
-    instructions: int = 0
-    loop: Loop = Loop(0, 0)
     error: str = ""
 
     @property
@@ -76,18 +72,17 @@ class Usage(NamedTuple):
         if self.error:
             return f"sm_{self.arch} {self.variant}: {self.error}"
         blocks = blocks_per_sm(self.arch, self.registers, self.warps, self.shared)
-        per_kib = f"{self.loop.per_kib:9.1f}" if self.loop.load_bytes else f"{'-':>9}"
         return (
-            f"sm_{self.arch:<4}{self.registers:5}{self.spills:7}{self.shared:8}{blocks:7}"
-            f"{self.instructions:7}{self.loop.instructions:6}{per_kib}  {self.variant}"
+            f"sm_{self.arch:<4}{self.registers:5}{self.spills:7}{self.shared:8}{blocks:7}  "
+            f"{self.variant}"
         )
 
 
-HEADER = "arch    regs spills  shared blocks   sass  loop  per KiB"
+HEADER = "arch    regs spills  shared blocks"
 
 
 def compile_one(variant: Variant, arch: int) -> Usage:
-    """Compile to machine code, and read ptxas's report and the machine code."""
+    """Compile to machine code, and read ptxas's report and the PTX."""
     source = ASTSource(
         fn=variant.kernel,
         signature=dict(variant.signature),
@@ -101,7 +96,6 @@ def compile_one(variant: Variant, arch: int) -> Usage:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return Usage(str(variant), arch, error=f"does not compile: {lines[-1]}")
     registers, spills = reported(log)
-    instructions, loop = hot_loop(disassembled(compiled.asm["cubin"]))
     return Usage(
         str(variant),
         arch,
@@ -109,8 +103,6 @@ def compile_one(variant: Variant, arch: int) -> Usage:
         spills=spills,
         shared=compiled.metadata.shared,
         warps=compiled.metadata.num_warps,
-        instructions=instructions,
-        loop=loop,
         error=ptx_fault(compiled.asm["ptx"], merges=bool(variant.named.get("split"))),
     )
 
@@ -175,8 +167,9 @@ def main() -> int:
         print(f"triton_compile: error: got {unknown[0]!r}, expected {choices}", file=sys.stderr)
         return 2
     usages = compile_all("--whole" in sys.argv, [*map(int, asked)] or ARCHS)
-    print(f"Triton {triton.__version__}: registers and blocks of a multiprocessor, bytes of spills")
-    print("and shared memory, instructions of program and hottest loop, per KiB that a warp loads")
+    print(
+        f"Triton {triton.__version__}: registers, bytes of spills and shared memory, blocks an SM"
+    )
     print(HEADER)
     for usage in sorted(usages, key=lambda u: (u.variant, u.arch)):
         print(usage)

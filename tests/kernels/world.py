@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 import torch
 
-from hisparse.kernels import LruDiff, RowState, lru_diff, promote_tail, rebalance, reset_rows
+from hisparse.kernels import DecodeRows, RowState, diff_tables, promote_tail, rebalance, reset_rows
 from tests.kernels.lru_oracle import LruOracle
 
-__all__ = ["World", "empty_state", "i32", "indexed"]
+__all__ = [
+    "Diff", "World", "diff_slots", "empty_state", "full_state", "i32", "indexed", "wide_trace",
+]  # fmt: skip
 
 #: Pages of the index of each row.
 INDEXED = 5000
+#: The tail page of every row, which no slot holds.
+TAIL = 2**30
 
 
 def i32(values: object) -> torch.Tensor:
@@ -39,6 +44,86 @@ def empty_state(lru_order: torch.Tensor, device_pages: torch.Tensor, num_pages: 
     return RowState(torch.full_like(lru_order, -1), lru_order, device_pages, page_slots)
 
 
+class Diff(NamedTuple):
+    """What ``diff_tables`` finds, by row-local slot; int32, -1 padded."""
+
+    slots: torch.Tensor  # [R, K], of each selected page
+    load_host_pages: torch.Tensor  # [R, K]
+    load_slots: torch.Tensor  # [R, K]
+    num_hits: torch.Tensor  # [R]
+    num_misses: torch.Tensor  # [R]
+    away: torch.Tensor  # [R]
+
+
+def diff_slots(
+    selection: torch.Tensor,
+    table: torch.Tensor,
+    capacity: torch.Tensor,
+    num_real_rows: torch.Tensor,
+    state: RowState,
+    *,
+    rows: torch.Tensor | None = None,
+    wait_below: torch.Tensor | None = None,
+    admit: int | None = None,
+    impl: str,
+) -> Diff:
+    """``diff_tables`` of selections with -1 and duplicates anywhere, by the slots of its pages.
+
+    ``rows``: the first state rows if None. Every request has as many pages as ``table``.
+    """
+    count = len(selection)
+    rows = torch.arange(count) if rows is None else rows
+    limits = i32([table.shape[1]] * len(table))
+    # A row attends its tail page at the entry `lengths`: the first without a page.
+    lengths = (selection >= 0).int().cumprod(1).sum(1).int()
+    tails = i32([TAIL] * count)
+    step = DecodeRows(rows, capacity, num_real_rows, table, limits, tails, i32([1] * count))
+    found = diff_tables(
+        selection, lengths, step, state, page_size=16, wait_below=wait_below, admit=admit, impl=impl
+    )
+    served = (torch.arange(count) < num_real_rows) & (found.num_misses >= 0)
+    # Of a row with a gap before its length, only C++ says where the tail page is.
+    at_length = found.attended.gather(1, (found.seq_lens[:, None] // 16).long())[:, 0]
+    assert (at_length == TAIL)[served].all()
+    pages = found.attended[:, :-1].masked_fill(found.attended[:, :-1] == TAIL, -1)
+    own = state.device_pages[rows.clamp(0, len(state.device_pages) - 1)]
+    away = i32([0] * count) if found.away is None else found.away
+    loads = _slots(own, found.loads)
+    return Diff(_slots(own, pages), found.load_host_pages, loads, *found[4:6], away)
+
+
+def _slots(device_pages: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """``[R, K] int32``, slot of each of ``pages [R, K]``, -1 for -1; ``device_pages [R, C]``."""
+    if not pages.numel():
+        return pages
+    same = pages[:, :, None] == device_pages[:, None]
+    assert same.any(2)[pages >= 0].all()
+    return same.int().argmax(2).int().masked_fill(pages < 0, -1)
+
+
+def full_state(rows: int, slots: int, capacity: int) -> RowState:
+    """Tables of empty slots, of which each row has ``capacity``."""
+    order = torch.arange(slots, dtype=torch.int32).repeat(rows, 1)
+    order[:, capacity:] = -1
+    return indexed(torch.full_like(order, -1), order)
+
+
+def wide_trace(impl: str, steps: int, width: int, slots: int, num_pages: int) -> list[torch.Tensor]:
+    """Tables of each step; every other selection is ascending, as those of the engine are."""
+    generator = torch.Generator().manual_seed(0)
+    state, results = full_state(2, slots, slots - 3), []
+    for step in range(steps):
+        chosen = [torch.randperm(num_pages, generator=generator)[:width] for _ in range(2)]
+        if step % 2:
+            chosen = [pages.sort().values for pages in chosen]
+        table = torch.randperm(num_pages, generator=generator).int().repeat(2, 1)
+        diff = diff_slots(
+            torch.stack(chosen).int(), table, i32([slots - 3] * 2), i32([2]), state, impl=impl
+        )
+        results += [t.clone() for t in (*diff, *state[:3])]
+    return results
+
+
 @dataclass
 class World:
     """Rows of ``layers`` layers; ``oracles[layer][row]`` says what the tables must hold."""
@@ -49,6 +134,11 @@ class World:
     impl: str
     layers: int = 1
     oracles: list[list[LruOracle]] = field(init=False)
+
+    @property
+    def may_be_away(self) -> bool:
+        """Whether rows may leave misses in host memory: on a GPU all wait."""
+        return self.impl in ("reference", "cpu")
 
     def __post_init__(self) -> None:
         tables = (self.layers, self.num_rows, self.slots)
@@ -113,8 +203,8 @@ class World:
             assert torch.equal(state.device_pages, devices)
             assert torch.equal(tails, old_tails)
 
-    def step(self, layer: int, num_pages: int, padded: int, shared: int) -> LruDiff:
-        """One ``lru_diff`` of some rows, in groups of ``shared`` that use one table row."""
+    def step(self, layer: int, num_pages: int, padded: int, shared: int) -> Diff:
+        """One ``diff_tables`` of some rows, in groups of ``shared`` that use one table row."""
         rng, rows = self.rng, self.some_rows()
         padded += -(len(rows) + padded) % shared
         total, width = len(rows) + padded, rng.randint(1, self.slots)
@@ -125,28 +215,36 @@ class World:
             pool = [*rng.sample(range(num_pages), min(room, num_pages)), -1]
             selection.append([rng.choice(pool) for _ in range(width)])
         state_rows = rows + [rng.choice([*rows, 0]) for _ in range(padded)]
-        diff = lru_diff(
+        wait_below, admit = None, None
+        if self.may_be_away and rng.random() < 0.6:
+            wait_below = [rng.choice([0, 1, 2, self.slots, 99]) for _ in table]
+            admit = rng.choice([None, 0, 1, self.slots])
+        diff = diff_slots(
             i32(selection),
             i32(table),
             self.capacity[state_rows],
             i32([len(rows)]),
             self.layer(layer),
             rows=torch.tensor(state_rows),
+            wait_below=None if wait_below is None else i32(wait_below),
+            admit=admit,
             impl=self.impl,
         )
         pad = [-1] * width
         for r, row in enumerate(rows):
-            want = self.oracles[layer][row].step(selection[r], table[r // shared])
+            below = wait_below and wait_below[r // shared]
+            want = self.oracles[layer][row].step(selection[r], table[r // shared], below, admit)
             got = {name: tensor[r].tolist() for name, tensor in diff._asdict().items()}
             assert got == {
-                "curr_device_slots": want["current"],
+                "slots": [*want["current"], *pad][:width],
                 "load_host_pages": [*want["load_host"], *pad][:width],
-                "load_device_slots": [*want["load_slots"], *pad][:width],
+                "load_slots": [*want["load_slots"], *pad][:width],
                 "num_hits": want["hits"],
                 "num_misses": want["misses"],
+                "away": want["away"],
             }
         for r in range(len(rows), total):
-            assert [t[r].tolist() for t in diff] == [pad, pad, pad, 0, 0]
+            assert [t[r].tolist() for t in diff] == [pad, pad, pad, 0, 0, 0]
         return diff
 
     def check(self) -> None:

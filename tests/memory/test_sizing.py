@@ -199,7 +199,7 @@ def test_what_captured_steps_read_is_charged(context: int) -> None:
     sizing, plain = size(request), size(replace(request, captured=False))
     batch = StaticBatch(5, -(-context // 16), 16, torch.device("cpu"))
     allocated = sum(x.nbytes for x in vars(batch).values() if isinstance(x, torch.Tensor))
-    assert sizing.captured_bytes == allocated
+    assert sizing.device["captured steps"] == allocated
     assert sizing.device_bytes - plain.device_bytes == allocated - LLAMA.pool_page_bytes * (
         plain.num_device_pages - sizing.num_device_pages
     )
@@ -213,11 +213,11 @@ def test_fewer_requests_get_by_with_a_smaller_workspace() -> None:
     request = replace(LLAMA, max_requests=256, device_bytes=24 * GIB, workspace_bytes=steps)
     sizing = size(request)
     # The workspace of 8, and their rows of 514 MiB; that of 16 leaves 8 GiB, half of it for rows.
-    assert (sizing.max_requests, sizing.workspace_bytes) == (8, 8 * GIB)
+    assert (sizing.max_requests, sizing.device["workspace of the adapter"]) == (8, 8 * GIB)
     check_fits(sizing)
     assert "workspace of the adapter 8 GiB" in sizing.describe()
     fewer = resize(sizing, max_requests=3)
-    assert fewer.workspace_bytes == 4 * GIB
+    assert fewer.device["workspace of the adapter"] == 4 * GIB
     check_fits(fewer)
     with pytest.raises(CapacityError, match="is left for the adapter's workspace.* another"):
         size(replace(request, device_bytes=GIB))

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse.algorithms import sketch
+from hisparse.algorithms.dsa import DSA
 from hisparse.config import HiSparseConfig
-from hisparse.plan import estimate
 from hisparse.plan.estimate import GPUS, Hardware, TokenEstimate, estimate_token
 from hisparse.plan.kernel_costs import instructions_us
 from hisparse.types import KVSpec
@@ -35,7 +35,7 @@ def attention(
     weight_bytes: int = 0,
     **settings: Any,
 ) -> TokenEstimate:
-    """The estimate for Llama-3.1-8B, by default of attention alone."""
+    """The estimate for Llama-3.1-8B, by default only of attention."""
     config, sizes = HiSparseConfig(**settings), {"context": context, "batch": batch}
     return estimate_token(
         config, spec, hardware, **sizes, hit_ratio=hit_ratio, weight_bytes=weight_bytes
@@ -140,7 +140,6 @@ def test_layers_with_a_window_read_it_alone() -> None:
 
 def test_sketches_in_host_memory_are_read_for_candidates() -> None:
     """Their bytes cross the link, and PyTorch's operators collect them."""
-    assert estimate._HOST_CANDIDATES == sketch._CANDIDATES
     economy = {"algorithm_config": {"economy": True}}
     near, far = (
         attention(1, 1.0, hardware=H100._replace(read=read), **economy) for read in (1e9, 35.2)
@@ -157,6 +156,25 @@ def test_times_of_kernels_grow_with_the_work(name: str, width: int) -> None:
     assert 0 < found[0] <= found[1] <= found[2]
     middle = instructions_us(name, width, 8191, 16)
     assert found[1] <= middle <= found[2]
+
+
+def test_an_indexers_algorithm_waits_for_full_tail_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pages of one token in every step; other algorithms promote them beside the model."""
+    spec = KVSpec(
+        **{"num_layers": 61, "num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576},
+        **{"v_head_dim": 512, "attention": "MLA", "index_head_dim": 128},
+        dtype=torch.bfloat16,
+        page_size=1,
+    )
+
+    def us() -> float:
+        found = attention(1, spec=spec, algorithm="dsa", page_size=1, device_buffer_size=4096)
+        return 1000 * found.hisparse_ms
+
+    waits = us()
+    monkeypatch.setattr(DSA, "indexer", False)
+    promoted = instructions_us("promote_tail", 576, LONG - 1, 1, 1)
+    assert waits - us() == pytest.approx(61 * promoted)
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -29,8 +29,9 @@ from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.memory.sizing import size
-from hisparse.model_config import count_weight_bytes, shape_per_rank
+from hisparse.model_config import count_weight_bytes
 from hisparse.plan.fit import Capacity, Machine, fit
+from hisparse.sglang.models import shape_per_rank
 from tests.command import Command
 from tests.shapes import LLAMA, TOKEN_BYTES
 
@@ -260,12 +261,12 @@ def test_a_pipeline_holds_more_of_the_same_memory(planned: Planned) -> None:
     assert two["estimates"] == one["estimates"], "a token passes all layers"
 
 
-def test_what_the_server_refuses_with_a_pipeline_is_not_planned(planned: Planned) -> None:
-    configs = ["--config", '{"reuse_layers": 2, "budget": 256}', "--config", '{"budget": 256}']
-    found = planned("--context", "2048", "--pp", "2", *configs)
-    refused, served = found["plans"]
-    assert "does not go with reuse_layers: 2" in refused["hisparse"]["message"]
-    assert (refused["command"], served["hisparse"]["message"]) == (None, "")
+def test_what_the_server_refuses_with_a_pipeline_is_not_planned(
+    model: str, command: Command
+) -> None:
+    line = ["--context", "2048", "--pp", "2", "--config", '{"reuse_layers": 2, "budget": 256}']
+    said = command.refused("plan", "--model", model, *MEMORY, *line)
+    assert "does not go with reuse_layers: 2" in said
 
 
 def test_json(planned: Planned) -> None:
@@ -330,44 +331,16 @@ def test_defaults_are_the_models_own(tmp_path: Path, planned: Planned) -> None:
     assert '"page_size": 32' in found["command"]
 
 
-def test_an_algorithm_that_cannot_be_served_keeps_its_row(planned: Planned) -> None:
-    """The server runs on CUDA, where dipr cannot score keys in host memory."""
-    line = ["--context", "2048", "--algorithm", "dipr,quest,dsa"]
-    found = planned(*line)
-    dipr, quest, dsa = found["plans"]
-    assert quest == planned(*line[:-1], "quest")["plans"][0]
-    assert {name: found[name] for name in quest} == quest, "the first plan that was computed"
-    assert [list(plan["hisparse"]) for plan in (dipr, dsa)] == [list(quest["hisparse"])] * 2
-    for plan, reason in ((dipr, "cannot do device cuda"), (dsa, "asks the model's indexer")):
-        assert reason in plan["hisparse"]["message"]
-        assert plan["hisparse"]["max_requests"] == 0
-        assert plan["hisparse"]["limit"] is None
-        assert plan["command"] is None
-        assert plan["dense"] == quest["dense"]
-
-
-def test_the_table_shows_why_an_algorithm_has_no_figures(model: str, command: Command) -> None:
-    line = ["--context", "1024,2048", "--algorithm", "dipr,quest", "--budget", "256"]
-    out = command("plan", "--model", model, *MEMORY, *line)
-    first, times = out.split("Estimated")
-    rows = [row.split() for row in first.splitlines() if row.split()[:1] in (["dipr"], ["quest"])]
-    assert [(row[0], row[2], row[-1]) for row in rows] == [
-        ("dipr", "1,024", "[1]"),
-        ("dipr", "2,048", "[1]"),
-        ("quest", "1,024", "device"),
-        ("quest", "2,048", "device"),
-    ]
-    assert out.count("cannot do device cuda") == 1
-    assert "dipr " not in times
-    assert out.count("python -m sglang.launch_server") == 2
-
-
-def test_where_no_algorithm_can_be_served_each_reason_is_given_once(
-    model: str, command: Command
+@pytest.mark.parametrize(
+    ("algorithms", "reason"),
+    [("dipr", "cannot do device cuda"), ("quest,dsa", "asks the model's indexer")],
+)
+def test_an_algorithm_that_the_server_would_refuse(
+    algorithms: str, reason: str, model: str, command: Command
 ) -> None:
-    line = ["--context", "1024,2048", "--algorithm", "dipr,dsa"]
-    err = command.refused("plan", "--model", model, *MEMORY, *line)
-    assert err.count("cannot do device cuda") == err.count("asks the model's indexer") == 1
+    """The server runs on CUDA, where dipr cannot score keys in host memory."""
+    line = ["--context", "1024,2048", "--algorithm", algorithms]
+    assert reason in command.refused("plan", "--model", model, *MEMORY, *line)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -13,19 +12,13 @@ from settings import SPARSE
 from tiny_models import KV_HEADS, LAYERS
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, Case, tokens
 
+from tests.processes import wait_until
+
 PAGE = 16
 
 #: Times between two requests. Whether some are retracted depends on when they come, so on the
 #: machine's load too.
 _DELAYS_S = (0.1, 0.3, 0.03, 1.0)
-
-
-def wait_until(is_done: Callable[[], object], otherwise: str, timeout_s: float = 60) -> None:
-    """Wait for what goes on after an answer; a failure says ``otherwise``."""
-    end = time.monotonic() + timeout_s
-    while not is_done():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.1)
 
 
 def wait_for(server: Server, name: str, minimum: float) -> None:

@@ -53,7 +53,7 @@ def dense_tokens() -> DenseTokens:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked ``modes`` runs in that part alone: sweeps have another case of its mode."""
+    """What is marked ``modes`` runs only in that part: sweeps have another case of its mode."""
     if not MODES:
         for item in items:
             if item.get_closest_marker("modes"):

@@ -1,4 +1,4 @@
-"""Which cases run in ``make test``, which in PART=sweeps, and which in PART=modes alone."""
+"""Which cases run in ``make test``, which in PART=sweeps, and which only in PART=modes."""
 
 from __future__ import annotations
 

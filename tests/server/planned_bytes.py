@@ -15,8 +15,9 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import choose_selection
 from hisparse.engine.capabilities import stored_spec
 from hisparse.memory.sizing import resize, size
-from hisparse.model_config import read_model_config, shape_per_rank
+from hisparse.model_config import read_model_config
 from hisparse.plan.fit import Machine, fit
+from hisparse.sglang.models import shape_per_rank
 from hisparse.types import KVSpec
 
 GIB = 2**30
@@ -68,7 +69,7 @@ def assert_planned(
             stored * planned.host_bytes_per_token, reported("host_kv", "host_representation")
         ),
         "device pages": (
-            sizing.device_page_pool_bytes + sizing.staging_bytes, reported("device_kv")
+            sizing.device["device pages"] + sizing.device["staging"], reported("device_kv")
         ),
         "device": (
             sizing.device_bytes,

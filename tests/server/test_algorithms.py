@@ -1,7 +1,7 @@
 """Every algorithm through the real server, four requests at once, every selection verified.
 
 ``checked`` compares each selection with the contract and each selected page's bytes with the host's
-in every step; what is left to see from outside is that tokens depend on the request alone.
+in every step; what is left to see from outside is that tokens depend only on the request.
 """
 
 from __future__ import annotations

@@ -90,8 +90,6 @@ REFUSED: list[Refused] = [
     ("--page-size 1", {"page_size": 1}, "--page-size is 1; expected 2 or more"),
     # Eight bits.
     ("--kv-cache-dtype mxfp8", None, "or fp8_e4m3"),
-    ("--kv-cache-dtype fp8_e4m3", {"algorithm": "dipr"},
-     "algorithm 'dipr' cannot do kv_cache_dtype fp8_e4m3; algorithms that can: "),
     ("--kv-cache-dtype bf16", FP8, "kv_cache_dtype is fp8_e4m3 but --kv-cache-dtype is bf16"),
     ("--kv-cache-dtype fp8_e4m3", {"kv_cache_dtype": "int8"},
      "kv_cache_dtype is int8 but --kv-cache-dtype is fp8_e4m3"),
@@ -305,7 +303,7 @@ def family(name: str, folder: Path) -> Path:
     "name", ["Qwen3-Next", "Kimi Linear", "LFM2", "Falcon H1", "Granite 4 hybrid"]
 )
 def test_a_hybrid_starts_without_a_radix_cache(name: str, tmp_path: Path) -> None:
-    """SGLang keeps the states of its layers there on a GPU alone, or in pages of one token."""
+    """SGLang keeps the states of its layers there only on a GPU, or in pages of one token."""
     model = family(name, tmp_path)
     message = refusal(model=model)
     assert "hisparse: error: SGLang does not serve " in message

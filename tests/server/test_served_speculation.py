@@ -108,9 +108,3 @@ def test_drafts_change_no_token(name: str, plain: Plain, log_dir: Path) -> None:
     # One forward gives one token, and each accepted draft one more.
     forwards = sum(answer.verified for answer in first)
     assert 0 < forwards < len(first) * (NEW_TOKENS - 1) * most
-
-
-def test_an_algorithm_with_state_of_requests_is_one_line(tmp_path: Path) -> None:
-    config = SPARSE | {"algorithm": "snapkv"}
-    line = Server(tiny_model("llama"), tmp_path / "log", *ngram(), config=config).refusal()
-    assert "but algorithm 'snapkv' keeps state of requests" in line

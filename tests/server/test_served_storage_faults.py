@@ -33,10 +33,10 @@ FULL = """
     def install() -> None:
         write = PageFolder.write
 
-        def limited(self, *args):
+        def limited(self, *args, **options):
             if os.path.exists(os.environ["FULL_WHILE"]):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return write(self, *args)
+            return write(self, *args, **options)
 
         PageFolder.write = limited
 """

@@ -12,7 +12,6 @@ import pytest
 from checks import (
     PAGE,
     alone,
-    assert_nothing_held,
     counting,
     of_more_tokens,
     selected_between,
@@ -24,7 +23,7 @@ from parts import MORE
 from prometheus import ROOT, running_prometheus
 from settings import SPARSE
 from tiny_models import CONTEXT, KV_HEADS, TOKEN_BYTES, tiny_model
-from workload import NEW_TOKENS, PROMPTS, SHARED, DenseTokens, tokens
+from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
 from tests.command import Command
 
@@ -117,23 +116,6 @@ def test_a_transformers_cache_gives_the_tokens_of_another_model(kind: str, log_d
     assert sparse_tokens(kind, PROMPTS.prompts, NEW_TOKENS, SPARSE) == served
 
 
-def test_a_shared_prefix_gives_what_each_gives_alone(server: Server) -> None:
-    expected = alone(server, SHARED.prompts, NEW_TOKENS)
-    one_by_one = [server.generate(p, NEW_TOKENS) for p in SHARED.prompts]
-    assert [a.cached for a in one_by_one] == [0, 992, 992]
-    assert [a.ids for a in one_by_one] == expected
-    together = server.generate_many(SHARED.prompts * 2, NEW_TOKENS)
-    assert [a.ids for a in together] == expected * 2
-
-
-def test_nothing_is_held_when_all_requests_have_ended(server: Server) -> None:
-    total = server.counted("host_tokens_total")[0]
-    assert total == 40000
-    server.generate_many(PROMPTS.prompts, NEW_TOKENS)
-    server.abort_after(PROMPTS.prompts[4], num_tokens=5, max_new_tokens=500)
-    assert_nothing_held(server)
-
-
 def test_a_lone_request_with_room_for_its_context_reads_nothing_while_it_decodes(
     server: Server,
 ) -> None:
@@ -199,15 +181,20 @@ def test_every_panel_of_the_dashboard_has_data(server: Server, tmp_path: Path) -
 
 
 def test_top_shows_what_a_server_does(server: Server, command: Command) -> None:
+    # How long `top` takes to start, and the server to answer, differ by machine: the load is
+    # repeated until a reading falls into its decode steps.
+    length = sum(map(len, PROMPTS.prompts[-2:]))
+    end = time.monotonic() + 180
+    running = used = 0
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(server.generate_many, PROMPTS.prompts[-2:], 400)
-        while server.metrics()["sglang:num_running_reqs"] < 2:
-            assert not running.done()
-        found = command.json("top", server.url, "--interval", "500ms")
-        running.result()
-    assert found["requests"]["running"] == 2
-    assert found["tokens"]["host"]["total"] == 40000
-    assert sum(map(len, PROMPTS.prompts[-2:])) <= found["tokens"]["host"]["used"] < 40000
+        while running < 2 or used < length:
+            load = thread.submit(server.generate_many, PROMPTS.prompts[-2:], 800)
+            found = command.json("top", server.url, "--interval", "500ms")
+            load.result()
+            running, used = found["requests"]["running"], found["tokens"]["host"]["used"]
+            assert time.monotonic() < end, found
+    assert running == 2
+    assert length <= used < found["tokens"]["host"]["total"] == 40000
     assert 0 < found["hit_ratio"]["recent"] <= 1
     assert found["per_second"]["written_bytes"] > 0
     assert found["hit_ratio_by_layer"] == {}, "layers are not counted unless asked for"

@@ -22,7 +22,7 @@ _SLOW = '''
     import functools, os, random, time
 
     import hisparse.cache.kv_io as transfers
-    import hisparse.engine.build as build
+    import hisparse.cache.manager as manager
     from tests.delayed import DelayedStreams
 
     NAMES = ("gather_pages", "gather_tokens", "scatter_tokens")
@@ -46,7 +46,7 @@ _SLOW = '''
 
 
     def install():
-        build.make_streams = late_streams
+        manager.make_streams = late_streams
         for name in NAMES:
             setattr(transfers, name, slow(name, getattr(transfers, name)))
 '''

@@ -26,10 +26,10 @@ from sglang.test.kits.attention_unittest.attention_methods import dense_attentio
 
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import resolve
-from hisparse.memory.costs import Resources
 from hisparse.sglang import hooks, plugin, session
 from hisparse.sglang.kv_pool import HiSparseMHAPool
 from hisparse.types import KVSpec
+from tests.shapes import machine
 
 CASES = (
     *kit.make_dense_cases("hisparse"),
@@ -74,13 +74,7 @@ def host_pool(case: kit.DenseAttentionCase) -> Any:
         config = HiSparseConfig(
             page_size=size, budget=CONTEXT, device_buffer_size=CONTEXT, checked=True
         )
-        resources = Resources(
-            host_bytes=2**30,
-            device_bytes=2**28,
-            context_length=CONTEXT,
-            max_requests=case.batch_size,
-            device_type="cpu",
-        )
+        resources = machine(context_length=CONTEXT, max_requests=case.batch_size, host_bytes=2**30)
         setup = resolve(config, spec, dim**-0.5, resources)
         session.start_session(session.ServerSession(setup=setup))
         return HiSparseMHAPool(**options)

@@ -28,7 +28,7 @@ def request(rid: str = "a", *, finished: bool = False) -> Any:
 
 
 class Request:
-    """As SGLang's ``Req``: equal to itself alone."""
+    """As SGLang's ``Req``: equal only to itself."""
 
     def __init__(self, rid: str) -> None:
         self.rid = rid

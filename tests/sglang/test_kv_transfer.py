@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hisparse.cache import HostKVPool
 from hisparse.cache.kv_io import read_tokens, write_tokens
-from hisparse.errors import HiSparseError
 from hisparse.sglang import session
 from hisparse.sglang.features.disaggregation import transfer
 from hisparse.sglang.features.disaggregation.transfer import (
@@ -22,7 +21,7 @@ from hisparse.sglang.features.disaggregation.transfer import (
     scale_buffers,
 )
 from hisparse.sglang.kv_pool import HiSparseMHAPool
-from hisparse.types import HostLayout, KVSpec
+from hisparse.types import KVSpec
 from tests.shapes import small_spec
 
 HEADS = small_spec()
@@ -76,18 +75,10 @@ def test_moved_pages_hold_the_same_tokens(spec: KVSpec) -> None:
     one, other = pools(spec)
     fill(one, slots([0, 2]))
     move(kv_buffers(one, PAGE), kv_buffers(other, PAGE), {0: 4, 2: 1})
-    if one.format.num_scales:
-        move(scale_buffers(one, PAGE), scale_buffers(other, PAGE), {0: 4, 2: 1})
+    move(scale_buffers(one, PAGE), scale_buffers(other, PAGE), {0: 4, 2: 1})
     assert_same(one, slots([0, 2]), other, slots([4, 1]))
-    described = sum(kv_buffers(one, PAGE).lengths)
-    described += sum(scale_buffers(one, PAGE).lengths) if one.format.num_scales else 0
+    described = sum(kv_buffers(one, PAGE).lengths) + sum(scale_buffers(one, PAGE).lengths)
     assert described == one.num_bytes
-
-
-@pytest.mark.parametrize("layout", ["page_first", "page_head"])
-def test_another_layout_is_refused(layout: HostLayout) -> None:
-    with pytest.raises(HiSparseError, match="expected 'layer_first'"):
-        kv_buffers(HostKVPool(HEADS, NUM_PAGES, layout, pin=False), PAGE)
 
 
 def test_sglangs_own_pool_has_the_same_order_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ from hisparse.engine import capabilities
 from hisparse.engine.build import kept_tensors
 from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.sizing import Sizing, resize
-from hisparse.model_config import shape_per_rank
 from hisparse.plan.fit import Machine, divide_layers, fit
 from hisparse.sglang import features, hooks, ranks, session, setup
+from hisparse.sglang.models import shape_per_rank
 
 GIB = 2**30
 CONFIG = LlamaConfig(
@@ -64,6 +64,18 @@ def configurator(model: torch.nn.Module, config: HiSparseConfig, host_memory: An
     )
 
 
+def machine(device_gib: int = 4, host_gib: int = 64, tp: int = 1, **more: Any) -> Machine:
+    """A machine whose GPUs hold weights of a GiB."""
+    sizes = {"device_bytes": device_gib * GIB, "host_bytes": host_gib * GIB, "weight_bytes": GIB}
+    return Machine(**sizes, tp=tp, mem_fraction=0.85, **more)
+
+
+def serve(of: Machine, model: torch.nn.Module, config: HiSparseConfig, host_memory: Any) -> int:
+    """Start a session by the server's hook; returns the bytes that SGLang gets."""
+    each = configurator(model, config, host_memory)
+    return int(hooks.around_profile_available_bytes(lambda *_: of.cache_bytes, each, 0))
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: int) -> None:
     """The last rank of ``machine.tp``, on a machine with the memory of ``machine``."""
     published = {
@@ -100,27 +112,19 @@ def test_sizes_are_those_of_the_server(
     cuda_graph: Literal["auto", True, False],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machine = Machine(
-        device_bytes=device_gib * GIB,
-        host_bytes=64 * GIB,
-        tp=tp,
-        weight_bytes=GIB,
-        mem_fraction=0.85,
-    )
+    here = machine(device_gib, tp=tp)
     config = HiSparseConfig(
         algorithm=algorithm, budget=1024, kv_cache_dtype=kv_cache_dtype, cuda_graph=cuda_graph
     )
-    planned = fit(config, shape_per_rank(CONFIG, 16, tp), machine, 32768)
+    planned = fit(config, shape_per_rank(CONFIG, 16, tp), here, 32768)
     assert planned.max_requests > 0
-
-    stand_in(monkeypatch, machine, planned.max_requests)
-    each = configurator(loaded(tp), config, planned.host_memory)
-    pool_bytes = hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
+    stand_in(monkeypatch, here, planned.max_requests)
+    pool_bytes = serve(here, loaded(tp), config, planned.host_memory)
     served = session.require_session()
     assert served.setup.spec == planned.spec
     assert served.setup.sizing == planned.sizing
     captured = served.setup.sizing.max_requests * (24 + 4 * 32768 // 16) + 4
-    assert served.setup.sizing.captured_bytes == captured * (cuda_graph is not False)
+    assert served.setup.sizing.device["captured steps"] == captured * (cuda_graph is not False)
     # SGLang divides by K and V of 4 layers in bfloat16, also when hisparse stores fp8.
     cell = 4 * 2 * (4 // tp) * 64 * 2
     assert pool_bytes == planned.sizing.kv_tokens * cell
@@ -131,37 +135,27 @@ def test_sizes_are_those_of_the_server(
 def test_without_cuda_kernels_one_line_says_why_no_step_is_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    machine = Machine(
-        device_bytes=4 * GIB, host_bytes=64 * GIB, tp=1, weight_bytes=GIB, mem_fraction=0.85
-    )
-    stand_in(monkeypatch, machine, 4)
+    here = machine()
+    stand_in(monkeypatch, here, 4)
     monkeypatch.setattr(capabilities, "why_no_cuda", lambda: "no nvcc found")
     # As the process that starts this one has decided.
     monkeypatch.setenv(features.IN_USE, "server replicas")
     caplog.set_level("INFO")
-    each = configurator(loaded(1), HiSparseConfig(budget=1024), 64 * GIB)
-    hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
-    assert session.require_session().setup.sizing.captured_bytes == 0
+    serve(here, loaded(1), HiSparseConfig(budget=1024), 64 * GIB)
+    assert session.require_session().setup.sizing.device["captured steps"] == 0
     expected = "decode steps are not captured in CUDA graphs: there are no CUDA kernels (no nvcc"
     assert caplog.text.count(expected) == 1
 
 
 def test_replicas_divide_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has made bytes of a fraction before the first of them took its part."""
-    sizes = {"device_bytes": 40 * GIB, "weight_bytes": GIB, "mem_fraction": 0.85}
-    machine = Machine(host_bytes=64 * GIB, tp=2, dp=4, **sizes)
-    config = HiSparseConfig(algorithm="quest", budget=1024)
-    planned = fit(config, shape_per_rank(CONFIG, 16, 2), machine, 32768)
-    quarter = fit(
-        config, shape_per_rank(CONFIG, 16, 2), Machine(host_bytes=16 * GIB, tp=2, **sizes), 32768
-    )
-    assert planned.sizing == quarter.sizing
-
-    late = Machine(host_bytes=20 * GIB, tp=2, dp=4, **sizes)
-    stand_in(monkeypatch, late, planned.max_requests)
+    config, shape = HiSparseConfig(algorithm="quest", budget=1024), shape_per_rank(CONFIG, 16, 2)
+    whole = machine(40, 64, tp=2, dp=4)
+    planned = fit(config, shape, whole, 32768)
+    assert planned.sizing == fit(config, shape, machine(40, 16, tp=2), 32768).sizing
+    stand_in(monkeypatch, machine(40, 20, tp=2, dp=4), planned.max_requests)
     mib = int(str(planned.host_memory).removesuffix("MiB"))
-    each = configurator(loaded(2), config, mib * 2**20)
-    hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
+    serve(whole, loaded(2), config, mib * 2**20)
     assert session.require_session().setup.sizing == planned.sizing
 
 
@@ -172,20 +166,13 @@ def test_a_pipeline_divides_layers_and_host_memory(
     """The ranks agree on what the tightest of them holds, which is what is planned."""
     stages, tp = divide_layers(4, 3), 2
     assert stages == (1, 1, 2)
-    machine = Machine(
-        device_bytes=4 * GIB,
-        host_bytes=host_gib * GIB,
-        tp=tp,
-        stages=stages,
-        weight_bytes=GIB,
-        mem_fraction=0.85,
-    )
-    assert machine.cache_bytes == int(4 * GIB * 0.85) - GIB // 4
+    here = machine(4, host_gib, tp=tp, stages=stages)
+    assert here.cache_bytes == int(4 * GIB * 0.85) - GIB // 4
     config = HiSparseConfig(algorithm="quest", budget=1024, dense_layers=(2,))
-    planned = fit(config, shape_per_rank(CONFIG, 16, tp), machine, 32768)
+    planned = fit(config, shape_per_rank(CONFIG, 16, tp), here, 32768)
     assert planned.sizing is not None and planned.limit in ("host_memory", "device_memory")
 
-    stand_in(monkeypatch, machine, planned.max_requests)
+    stand_in(monkeypatch, here, planned.max_requests)
     runtime_context.get_parallel().pp_size = len(stages)
     monkeypatch.setattr(
         ranks, "layers_of_ranks", lambda layers: [n for n in stages for _ in range(tp)]
@@ -198,7 +185,7 @@ def test_a_pipeline_divides_layers_and_host_memory(
         each = configurator(model, config, planned.host_memory)
         each.layer_info = SimpleNamespace(start_layer=first)
         each.model_config.num_hidden_layers = 4
-        hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
+        hooks.around_profile_available_bytes(lambda *_: here.cache_bytes, each, 0)
         served.append(session.require_session().setup.sizing)
         first += own
     tokens = min(sizing.kv_tokens for sizing in served)
@@ -234,14 +221,12 @@ def test_ranks_of_a_node_share_the_latents_of_mla(
     tp: int, economy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each pays for its part of one copy, and for all that its algorithm keeps in host memory."""
-    sizes = {"device_bytes": 80 * GIB, "host_bytes": 64 * GIB, "weight_bytes": GIB}
-    machine = Machine(tp=tp, mem_fraction=0.85, **sizes)
+    here = machine(80, tp=tp)
     settings = {"algorithm": "sketch", "algorithm_config": {"economy": economy}, "budget": 1024}
     config = HiSparseConfig.from_dict(settings | {"host_memory": "8GiB"})
-    planned = fit(config, shape_per_rank(MLA, 16, tp), machine, 32768)
-    stand_in(monkeypatch, machine, planned.max_requests)
-    each = configurator(loaded_mla(tp), config, planned.host_memory)
-    hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
+    planned = fit(config, shape_per_rank(MLA, 16, tp), here, 32768)
+    stand_in(monkeypatch, here, planned.max_requests)
+    serve(here, loaded_mla(tp), config, planned.host_memory)
     served = session.require_session()
     assert served.setup.sizing == planned.sizing
     kept = kept_tensors(served.setup.resolved.config, served.setup.algorithm, served.setup.policy)

@@ -115,15 +115,6 @@ def test_a_request_gets_shared_pages_and_its_own(
     assert server.linker.lookup("r", transfer(request)) == [2], "they are loaded once"
 
 
-def test_a_request_whose_prompt_is_in_host_memory_loads_its_own_pages_alone(start: Start) -> None:
-    server, request = start(), Request()
-    retract(server, request)
-    assert server.linker.lookup("r", transfer(request)) == []
-    assert server.linker.lookup("r", transfer(request, first=2)) == [2]
-    assert server.linker.load("r", transfer(request, first=2))
-    assert count(server, "swapped_in_pages") == [2]
-
-
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
@@ -184,7 +175,7 @@ def test_a_server_that_ends_leaves_shared_pages_only(start: Start, tmp_path: Pat
 
 
 def test_ranks_swap_a_request_together_or_not_at_all(start: Start) -> None:
-    """Pages of one rank alone are of no use: another has not written its own in time."""
+    """Pages of only one rank are of no use: another has not written its own in time."""
     server, request = start(), Request()
     asked = []
     ranks = SimpleNamespace(

@@ -25,8 +25,9 @@ from hisparse.sglang.features.storage.pages import (
     RecordBuffer,
 )
 from hisparse.sglang.features.storage.records import RecordStore
-from hisparse.sglang.features.storage.transfers import PageLoader, PageWriter
+from hisparse.sglang.features.storage.writer import PageWriter
 from hisparse.storage import FileStore, Namespace
+from tests.processes import wait_until
 from tests.sizes import sized
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,10 +55,13 @@ class World:
         self.exact = ShareablePages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         health = StorageHealth(self.counters, TIMEOUT_S)
         self.records = RecordStore(
-            storage=self.storage, serializer=serializer, health=health, counters=self.counters
+            storage=self.storage,
+            serializer=serializer,
+            health=health,
+            counters=self.counters,
+            threads=2,
         )
         self.use("some model")
-        self.loader = PageLoader(self.records, 2)
         self.writer = PageWriter(self.records, self.exact, 30)
 
     def use(self, model: str) -> None:
@@ -82,7 +86,7 @@ class World:
         assert self.offload(KEYS, PAGES)
 
     def load(self) -> bool:
-        return self.loader.load(KEYS, self.pages(OTHERS), READY)
+        return self.records.load(KEYS, self.pages(OTHERS), READY)
 
     def count(self, name: str) -> int:
         return self.counters.totals()[f"storage_{name}"]
@@ -99,12 +103,12 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     yield made
     made.backend.woken.set()
     made.writer.close()
-    made.loader.close()
+    made.records.close()
 
 
 def test_pages_come_back_bit_for_bit(world: World) -> None:
     world.store_all()
-    assert world.loader.find(KEYS) == 6
+    assert world.records.find(KEYS) == 6
     assert world.load()
     assert world.same()
     sizes = (6, 6 * world.serializer.record_bytes)
@@ -115,7 +119,7 @@ def test_pages_come_back_bit_for_bit(world: World) -> None:
 def test_pages_of_another_model_are_not_found(world: World) -> None:
     world.store_all()
     world.use("another model")
-    assert world.loader.find(KEYS) == 0
+    assert world.records.find(KEYS) == 0
     assert (world.count("found_pages"), world.count("absent_pages")) == (0, 6)
 
 
@@ -124,7 +128,7 @@ def test_only_exact_pages_are_stored_and_only_the_first_of_them(world: World) ->
     assert world.offload(KEYS, PAGES), "nothing is left to try again"
     assert len(world.backend.puts) == 2
     assert world.count("inexact_pages") == 4
-    assert world.loader.find(KEYS) == 2
+    assert world.records.find(KEYS) == 2
 
 
 def test_a_page_of_half_exact_parts_is_not_stored(world: World) -> None:
@@ -153,7 +157,7 @@ def test_a_load_that_lacks_one_page_fails_as_a_whole(world: World, fault: str, h
     # What could not be read counts as absent for a while.
     world.backend.fault = ""
     if fault != "raise":
-        assert world.loader.find(KEYS) < 6
+        assert world.records.find(KEYS) < 6
 
 
 @pytest.mark.sweeps
@@ -165,17 +169,23 @@ def test_each_flipped_bit_is_found(world: World) -> None:
         assert world.storage.get(world.records.keys(KEYS[:2]), rows) == [False, False]
 
 
-def test_a_store_that_hangs_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request waits for it, and the pause spares the next ones the wait."""
+@pytest.fixture
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that failed once is not asked again."""
     monkeypatch.setattr(calls, "_PAUSE_S", 1000.0)
     monkeypatch.setattr(calls, "_MAX_PAUSE_S", 1000.0)
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_a_store_that_hangs_is_left_alone(world: World) -> None:
+    """The first request waits for it, and the pause spares the next ones the wait."""
     world.store_all()
     world.backend.fault = "hang"
     began = time.monotonic()
-    assert world.loader.find(KEYS) == 0
+    assert world.records.find(KEYS) == 0
     assert time.monotonic() - began >= TIMEOUT_S
     world.backend.fault = ""
-    assert [world.loader.find(KEYS) for _ in range(20)] == [0] * 20
+    assert [world.records.find(KEYS) for _ in range(20)] == [0] * 20
     assert not world.load()
     assert world.count("late_calls") == 1
 
@@ -183,13 +193,10 @@ def test_a_store_that_hangs_is_left_alone(world: World, monkeypatch: pytest.Monk
 def test_a_store_that_hung_is_tried_again(world: World) -> None:
     world.store_all()
     world.backend.fault = "hang"
-    assert world.loader.find(KEYS) == 0
+    assert world.records.find(KEYS) == 0
     world.backend.fault = ""
     world.backend.woken.set()
-    end = time.monotonic() + 60
-    while world.loader.find(KEYS) < 6:
-        assert time.monotonic() < end, "the store was not tried again"
-        time.sleep(0.05)
+    wait_until(lambda: world.records.find(KEYS) == 6, "the store was not tried again")
     assert world.load() and world.same()
 
 
@@ -231,7 +238,7 @@ def test_too_many_waiting_pages_are_refused_at_once(world: World) -> None:
     for _ in range(4):
         world.writer.add(KEYS, world.pages(PAGES), READY)
     # 30 host pages may wait: two calls of 12, and not a third.
-    assert [job.stored for job in world.writer._jobs][2:] == [False, False]
+    assert [job.stored.result(0) for job in list(world.writer._jobs)[2:]] == [False, False]
 
 
 def test_after_a_reset_nothing_of_the_pool_is_written(world: World) -> None:
@@ -282,12 +289,9 @@ def test_a_put_that_waits_keeps_the_model_of_its_pages(
     assert world.backend.puts == ([] if reset else old)
 
 
-def test_waiting_offloads_end_with_the_one_that_hangs(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("long_pauses")
+def test_waiting_offloads_end_with_the_one_that_hangs(world: World) -> None:
     """They lock pages of the radix cache: one waits for the store, not each."""
-    monkeypatch.setattr(calls, "_PAUSE_S", 1000.0)
-    monkeypatch.setattr(calls, "_MAX_PAUSE_S", 1000.0)
     world.exact.set_exact(world.pages(PAGES))
     world.backend.fault = "hang"
     for key, page in zip(KEYS, PAGES, strict=True):
@@ -303,9 +307,9 @@ def test_a_damaged_record_is_written_again(world: World, hit: int) -> None:
     world.store_all()
     world.backend.records[list(world.records.keys(KEYS))[hit]][0] ^= 1
     assert not world.load()
-    assert world.loader.find(KEYS) == hit
+    assert world.records.find(KEYS) == hit
     assert world.offload(KEYS, PAGES)
-    assert world.loader.find(KEYS) == 6
+    assert world.records.find(KEYS) == 6
     assert world.load() and world.same()
     assert world.offload(KEYS, PAGES)
     assert len(world.backend.puts) == 6 + 6 - hit, "what is whole again is not written again"
@@ -333,10 +337,10 @@ def test_a_lookup_that_finds_few_pages_reads_few_names(tmp_path: Path) -> None:
     world.store_all()
     for stored in ([], KEYS):
         names = _Counted([*stored, *(f"{i:064x}" for i in range(10, 62_500))])
-        assert world.loader.find(names) == len(stored)
+        assert world.records.find(names) == len(stored)
         assert names.num_read < 20
     world.writer.close()
-    world.loader.close()
+    world.records.close()
     world.storage.close()
 
 

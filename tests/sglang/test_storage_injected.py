@@ -19,6 +19,7 @@ from test_storage_faults import KEYS, OTHERS, PAGES, World
 from hisparse.sglang.features.storage import calls
 from hisparse.sglang.features.storage.pages import FilePages
 from hisparse.storage import FileStore
+from tests.processes import wait_until
 from tests.sizes import sized
 from tests.storage.pages import page_files
 
@@ -63,7 +64,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made = World(FaultyStore(tmp_path), open=FilePages)
     yield made
     made.writer.close()
-    made.loader.close()
+    made.records.close()
     made.storage.close()
 
 
@@ -107,7 +108,5 @@ def test_no_wrong_byte_and_a_counter_for_each_fault(world: World, tmp_path: Path
     # Once the faults end, all pages are stored again.
     world.backend.failures = world.backend.delay_s = 0.0
     world.records.health.timeout_s = 20.0
-    end = time.monotonic() + 60
-    while not (world.offload(KEYS, PAGES) and world.load()):
-        assert time.monotonic() < end, world.counters.totals()
+    wait_until(lambda: world.offload(KEYS, PAGES) and world.load())
     assert world.same()

@@ -89,16 +89,18 @@ class Server:
                 resolved=SimpleNamespace(config=HiSparseConfig()),
                 policy=SimpleNamespace(layer_rules=()),
             ),
-            coordinator=SimpleNamespace(
-                share_pages=lambda: (exact, LoadedNowhere()),
-                stored_entries=dict,
-                rebuilt_entries=dict,
-                # Another test of this process may have switched the hooks on.
-                on_pages_replaced=lambda slot: None,
-                on_request_begin=lambda slot: None,
-                on_request_end=lambda slot: None,
+            backend=SimpleNamespace(
+                metrics=SimpleNamespace(report=lambda now: None),
+                coordinator=SimpleNamespace(
+                    share_pages=lambda: (exact, LoadedNowhere()),
+                    stored_entries=dict,
+                    rebuilt_entries=dict,
+                    # Another test of this process may have switched the hooks on.
+                    on_pages_replaced=lambda slot: None,
+                    on_request_begin=lambda slot: None,
+                    on_request_end=lambda slot: None,
+                ),
             ),
-            backend=SimpleNamespace(metrics=SimpleNamespace(report=lambda now: None)),
             _states={},
         )
         self.state = StorageState(
@@ -135,7 +137,7 @@ class Server:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone, and the hooks as a server installs them."""
+    """A process group of only this process, and the hooks as a server installs them."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -295,10 +297,10 @@ def test_an_update_that_fails_on_one_of_two_ranks(
 ) -> None:
     """SGLang flushes the other one: neither uses the store, or waits, until a flush of both."""
     servers = [Server(tmp_path / str(rank), monkeypatch) for rank in range(2)]
-    ranks: Any = {"size": 2, "shared": False, "group": None, "texts": ["", ""]}
+    ranks: Any = {"size": 2, "group": None, "texts": ["", ""]}
     ranks["barrier"] = threading.Barrier(2, timeout=20)
     for rank, server in enumerate(servers):
-        server.linker.ranks = Thread(rank=rank, **ranks)
+        server.linker.ranks = Thread(rank=rank, key=(rank, 2), **ranks)
         server.state.note_update(SimpleNamespace(_session=None))
     with ThreadPoolExecutor(2) as threads:
         servers[0].linker.reset()

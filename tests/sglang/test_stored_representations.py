@@ -17,15 +17,19 @@ from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
-from hisparse.cache.serializer import EntrySerializer
+from hisparse.cache.serializer import PageSerializer
 from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.engine.prefill import PrefillChunk
+from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth
 from hisparse.sglang.features.storage.pages import FilePages, RecordBuffer
 from hisparse.sglang.features.storage.records import RecordStore
-from hisparse.sglang.features.storage.representations import representation_namespace
-from hisparse.sglang.features.storage.transfers import PageLoader, PageWriter
+from hisparse.sglang.features.storage.representations import (
+    representation_namespace,
+    representation_records,
+)
+from hisparse.sglang.features.storage.writer import PageWriter
 from hisparse.storage import FileStore, Namespace
 from hisparse.testing import Simulator
 from tests.engine.test_restored_pages import LATENTS, LENGTH, PROMPT, STORED, load
@@ -45,27 +49,28 @@ STORABLE: dict[str, dict[str, Any]] = {
 class Storing:
     """An engine with a store of representations."""
 
-    def __init__(self, path: Path, sim: Simulator, config: HiSparseConfig | None = None) -> None:
+    def __init__(self, path: Path, sim: Simulator) -> None:
         self.sim = sim
-        resolved = SimpleNamespace(config=config or HiSparseConfig())
+        resolved = SimpleNamespace(config=HiSparseConfig())
         session = SimpleNamespace(
             coordinator=sim.coordinator, setup=SimpleNamespace(resolved=resolved)
         )
-        self.serializer = serializer = EntrySerializer(
-            sim.coordinator.rebuilt_entries(), PER_RECORD
-        )
+        entries, host = sim.coordinator.rebuilt_entries(), sim.manager.host
+        tokens = PER_RECORD * sim.page_size
+        self.serializer = serializer = PageSerializer(host, tokens, entries, with_kv=False)
         self.store, counters = FileStore(path), StorageCounters()
-        records = RecordStore(
+        self.records = RecordStore(
             storage=FilePages(self.store, RecordBuffer(2, 4, serializer.record_bytes + 100)),
             serializer=serializer,
             health=StorageHealth(counters, 20),
             counters=counters,
+            threads=1,
             namespace=representation_namespace(PAGES, session, serializer.record_bytes),
         )
         num_pages = sim.manager.host.num_pages
         self.exact = ShareablePages(num_pages, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         self.exact.set_exact(torch.arange(num_pages))
-        self.loader, self.writer = PageLoader(records, 1), PageWriter(records, self.exact, 1000)
+        self.writer = PageWriter(self.records, self.exact, 1000)
 
     def offload(self, names: list[str], pages: Tensor) -> bool:
         self.writer.add(names, pages, ())
@@ -73,11 +78,11 @@ class Storing:
         return self.writer.pop()
 
     def load(self, names: list[str], pages: Tensor) -> list[int]:
-        return self.loader.load_found(names, pages, ()).tolist()
+        return self.records.load_found(names, pages, ()).tolist()
 
     def close(self) -> None:
         self.writer.close()
-        self.loader.close()
+        self.records.close()
         self.store.close()
 
 
@@ -164,7 +169,11 @@ def test_inexact_pages_are_not_stored(tmp_path: Path, opened: list[Storing]) -> 
     assert opened[0].load(names_of(pages), pages) == list(range(7, 13))
 
 
-def test_only_the_same_algorithm_and_options_find_them() -> None:
+class Foreign(Quest):
+    """An algorithm of somebody else; the version of Quest says nothing of what it computes."""
+
+
+def test_only_the_same_algorithm_and_options_find_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(sim: Simulator, **settings: Any) -> str:
         config = HiSparseConfig.from_dict(settings)
         resolved = SimpleNamespace(config=config)
@@ -178,6 +187,18 @@ def test_only_the_same_algorithm_and_options_find_them() -> None:
     others = [key(Simulator(**shape)) for shape in STORABLE.values()]
     assert others.index(first) == 1 and others.count(first) == 1
     assert key(Simulator(algorithm=Sketch(economy=True))) != first
+    monkeypatch.setattr(Sketch, "store_version", 2)
+    assert key(Simulator(algorithm=Sketch())) != first
+
+
+def test_without_a_version_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    sim, tokens = Simulator(algorithm=Foreign()), PER_RECORD * 8
+    setup = SimpleNamespace(resolved=SimpleNamespace(config=HiSparseConfig()))
+    session = SimpleNamespace(coordinator=sim.coordinator, setup=setup)
+    pages: Any = SimpleNamespace(serializer=PageSerializer(sim.manager.host, tokens, {}))
+    with caplog.at_level("INFO", "hisparse"):
+        assert representation_records(session, StorageOptions(path="store"), pages) is None
+    assert "Foreign declares no store_version" in caplog.text
 
 
 class SeesTheQuery(Quest):

@@ -1,9 +1,9 @@
-"""Pages of a retracted request come back as they were, to it alone, or are computed."""
+"""Pages of a retracted request come back as they were, only to it, or are computed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +16,7 @@ from hisparse.sglang.features.storage import calls
 from hisparse.sglang.features.storage.pages import Keys
 from hisparse.sglang.features.storage.swap import RequestSwap
 from hisparse.storage import Namespace
+from tests.processes import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -45,22 +46,15 @@ class SwapWorld(World):
     def __post_init__(self) -> None:
         super().__post_init__()
         records = self.records.within(self.namespace("retracted requests"))
-        self.swap = RequestSwap(records, Removing(self.backend), self.exact, 2)
+        self.swap = RequestSwap(records, Removing(self.backend), self.exact)
         self.exact.write(self.pages(PAGES), FLAGS)
         self.exact.set_exact(self.pages(OTHERS))
 
     def out(self, request: Request, keys: Sequence[str] = KEYS) -> bool:
         return self.swap.swap_out(request, keys, self.pages(PAGES[: len(keys)]), READY)
 
-    def back(self, keys: Sequence[str] = KEYS, rid: str = "r") -> bool:
-        return self.swap.load(rid, keys, self.pages(OTHERS[: len(keys)]), READY)
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Records are removed by a thread of its own."""
-        end = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < end, sorted(self.backend.records)
-            time.sleep(0.01)
+    def back(self) -> bool:
+        return self.swap.load("r", KEYS, self.pages(OTHERS), READY)
 
     def is_empty(self) -> bool:
         return not self.backend.records
@@ -73,7 +67,7 @@ def world() -> Iterator[SwapWorld]:
     made.backend.woken.set()
     made.swap.close()
     made.writer.close()
-    made.loader.close()
+    made.records.close()
 
 
 def test_pages_and_flags_come_back_and_leave_the_store(world: SwapWorld) -> None:
@@ -90,7 +84,7 @@ def test_pages_and_flags_come_back_and_leave_the_store(world: SwapWorld) -> None
     assert torch.equal(world.exact.read(world.pages(OTHERS)), FLAGS)
     assert (world.count("swapped_pages"), world.count("swapped_in_pages")) == (6, 6)
     assert world.count("failed_swaps") == 0
-    world.wait_until(world.is_empty)
+    wait_until(world.is_empty)
     assert world.swap.first("r", KEYS) == 6
 
 
@@ -98,10 +92,10 @@ def test_nobody_else_finds_the_pages(world: SwapWorld) -> None:
     """Neither another request with the same tokens nor another server."""
     request = Request()
     assert world.out(request)
-    assert world.loader.find(KEYS) == 0
+    assert world.records.find(KEYS) == 0
     assert world.swap.first("another", KEYS) == 6
     assert world.swap.find("another", KEYS) == 0
-    assert not world.back(rid="another")
+    assert not world.swap.load("another", KEYS, world.pages(OTHERS), READY)
     assert world.back(), "they are still there"
 
 
@@ -141,7 +135,7 @@ def test_a_request_whose_pages_do_not_come_back_computes_them(
     assert (world.count("swapped_in_pages"), world.count("failed_swaps")) == (0, 1)
     assert world.swap.first("r", KEYS) == 6, "it is not tried again"
     world.backend.fault = ""
-    world.wait_until(world.is_empty)
+    wait_until(world.is_empty)
 
 
 def test_a_store_that_hangs_delays_one_retraction(
@@ -157,23 +151,14 @@ def test_a_store_that_hangs_delays_one_retraction(
     assert (world.count("late_calls"), world.count("failed_swaps")) == (1, 20)
     # What was late, two blocks of two records, is written in the end, and removed after that.
     world.backend.woken.set()
-    world.wait_until(lambda: len(world.backend.puts) == 4 and world.is_empty())
-
-
-def test_pages_of_a_request_that_ends_meanwhile_are_removed(world: SwapWorld) -> None:
-    request = Request()
-    assert world.out(request)
-    assert len(world.backend.records) == 6
-    del request
-    world.wait_until(world.is_empty)
-    assert world.swap.first("r", KEYS) == 6
+    wait_until(lambda: len(world.backend.puts) == 4 and world.is_empty())
 
 
 def test_a_request_that_is_retracted_again_has_its_new_pages_only(world: SwapWorld) -> None:
     request = Request()
     assert world.out(request, KEYS[:4])
     assert world.out(request)
-    world.wait_until(lambda: len(world.backend.records) == 6)
+    wait_until(lambda: len(world.backend.records) == 6)
     assert world.back()
     assert world.same()
 
@@ -184,7 +169,7 @@ def test_an_old_request_does_not_take_the_pages_of_a_new_one(world: SwapWorld) -
     assert world.out(old)
     assert world.out(new)
     del old
-    world.wait_until(lambda: len(world.backend.records) == 6)
+    wait_until(lambda: len(world.backend.records) == 6)
     assert world.back()
 
 
@@ -193,5 +178,5 @@ def test_nothing_is_left_behind(world: SwapWorld, end: str) -> None:
     requests = [Request(str(i)) for i in range(3)]
     assert all(world.out(request) for request in requests)
     getattr(world.swap, end)()
-    world.wait_until(world.is_empty)
+    wait_until(world.is_empty)
     assert world.swap.first("1", KEYS) == 6

@@ -74,8 +74,10 @@ def test_verify_names_what_is_damaged(tmp_path: Path) -> None:
         report = store.verify()
         assert report.pages == 10
         found = {x.key: x.reason for x in report.damaged}
-        assert found == {keys[3]: "checksum", keys[5]: "short", keys[7]: "short",
-                         keys[8]: "checksum"}  # fmt: skip
+        assert {key: reason[:12] for key, reason in found.items()} == {
+            keys[3]: "got checksum", keys[5]: "got 10 bytes", keys[7]: "got 0 bytes,",
+            keys[8]: "got checksum",
+        }  # fmt: skip
         assert {x.namespace for x in report.damaged} == {NAMESPACE.key}
         assert store.verify().damaged == ()
         assert store.describe().pages == 6
@@ -93,7 +95,7 @@ def test_the_log_has_one_line_a_minute_and_a_total(
         assert read(store, keys) == [True, *[False] * 6, True, True]
         assert store.counters["damaged"] == 5
     line, total = caplog.messages
-    assert f"page {keys[1]} is dropped: short" in line
+    assert f"page {keys[1]} is dropped: got 100 bytes, expected " in line
     assert "5 damaged pages were dropped" in total
 
 
@@ -197,7 +199,7 @@ def test_a_flush_is_told_when_it_fails_and_reaches_the_folder(
     monkeypatch.setattr(folder, "sync_file_system", sometimes)
     with FileStore(tmp_path) as store:
         fill(store, range(4))
-        with pytest.raises(HiSparseError, match=r"^store '.*': OSError: .*Input/output error"):
+        with pytest.raises(HiSparseError, match=r"^store '.*': got OSError: .*Input/output error"):
             store.flush()
         store.flush()
         assert synced == [str(tmp_path / "pages")]

@@ -218,7 +218,7 @@ class Faults:
 
     def _stray(self) -> None:
         file = self.rng.choice(page_files(self.path))
-        shutil.copy(file, file.parent / self.rng.choice(["1.new", "copy of a page"]))
+        shutil.copy(file, file.parent / self.rng.choice(["1.new", f"copy of {file.name}"]))
 
     def _lose_size(self) -> None:
         (self.path / "hisparse.size").unlink()

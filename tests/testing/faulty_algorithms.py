@@ -134,7 +134,7 @@ class AttendsTheChunkOnlyInPrefill(RightInPrefill):
         return torch.where(own <= own[:, None], own, -1)
 
 
-@finds("well formed", "replays")
+@finds("runs")
 class SelectsTheTailPage(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         pages, lengths = select(self, queries, layer_id, step)
@@ -157,7 +157,7 @@ class SelectsAPageByInfinity(Right):
         return torch.cat([torch.full_like(scores[..., :1], torch.inf), scores[..., 1:]], dim=-1)
 
 
-@finds("well formed")
+@finds("runs")
 class SelectsAPageTwice(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         pages, lengths = select(self, queries, layer_id, step)
@@ -165,14 +165,14 @@ class SelectsAPageTwice(Right):
         return Selection(torch.where(beyond_budget(step), twice, pages), lengths)
 
 
-@finds("well formed")
+@finds("runs")
 class SelectsTheBestFirst(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         pages, lengths = select(self, queries, layer_id, step)
         return Selection(pages.flip(-1), lengths)
 
 
-@finds("well formed", "replays")
+@finds("runs")
 class CountsWrong(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         pages, lengths = select(self, queries, layer_id, step)
@@ -202,7 +202,7 @@ class KeepsOneRecentPage(Right):
         return without(pages, lengths, unwanted & beyond_budget(step))
 
 
-@finds("budget", "replays")
+@finds("runs")
 class KeepsOnePageTooMany(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         pages, lengths = select(self, queries, layer_id, step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,27 +25,22 @@ HEADER = TraceHeader(
 )
 
 
-def write_trace(
-    path: Path, *, steps: int = 20, requests: int = 1, kept: int = 5, page_size: int = 16
-) -> Path:
-    """Write a trace of contexts that begin with 600 tokens.
+def write_trace(path: Path, *, steps: int = 20, requests: int = 1) -> Path:
+    """Write a trace of contexts of 600 tokens, in which 5 of 7 pages are selected again.
 
     Args:
         path: the file.
         steps: decode steps of each request.
         requests: requests, side by side.
-        kept: pages of a selection that the next one has, too.
-        page_size: tokens; a page has bytes in proportion.
     """
-    header = replace(HEADER, page_size=page_size, page_bytes=256 * page_size)
-    rng, width = np.random.default_rng(0), header.max_pages
-    chosen = np.full((len(header.layers), requests, header.heads, width), -1, np.int32)
-    writer = TraceWriter(path, header, 1 << 30)
+    rng, width = np.random.default_rng(0), HEADER.max_pages
+    chosen = np.full((len(HEADER.layers), requests, HEADER.heads, width), -1, np.int32)
+    writer = TraceWriter(path, HEADER, 1 << 30)
     for step in range(steps):
-        full = (600 + step) // page_size
+        full = (600 + step) // HEADER.page_size
         for at in np.ndindex(chosen.shape[:3]):
             last = chosen[at]
-            old = rng.choice(last, kept if step else 0, replace=False)
+            old = rng.choice(last, 5 if step else 0, replace=False)
             new = rng.choice(np.setdiff1d(np.arange(full), last), width - len(old), replace=False)
             chosen[at] = np.sort(np.concatenate([old, new]))
         seq_lens = np.full(requests, 601 + step)

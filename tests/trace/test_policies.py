@@ -47,8 +47,8 @@ def test_streams_do_not_know_of_each_other(given: list[Stream], policy: str) -> 
 
 
 @given(streams(), st.integers(5, 12))
-def test_lru_is_the_rule_of_lru_diff(stream: Stream, size: int) -> None:
-    """Warm starts and completed pages included: the oracle of ``lru_diff`` counts the same hits."""
+def test_lru_is_the_rule_of_diff_tables(stream: Stream, size: int) -> None:
+    """Warm starts and completed pages included: the oracle of ``diff_tables`` has the same hits."""
     oracle, full, hits = LruOracle(size), 0, 0
     for at, (pages, now) in enumerate(stream):
         if at == 0:

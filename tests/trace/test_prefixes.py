@@ -100,12 +100,15 @@ def exported(ids: list[int] | None, text: str | None, time: float) -> str:
     return json.dumps({"request_parameters": json.dumps(given)} | found)
 
 
-def test_what_sglang_exports_becomes_blocks(tmp_path: Path) -> None:
+def test_what_sglang_exports_becomes_blocks(tmp_path: Path, command: Command) -> None:
     """Equal beginnings get equal numbers, and the text is gone."""
     path = tmp_path / "sglang.log"
     a, b = list(range(9)), [*range(5), 99, *range(6, 9)]
     path.write_text("\n".join([exported(b, None, 12.0), exported(a, None, 10.5)]) + "\n")
+    out = str(tmp_path / "a.jsonl")
+    assert command("trace", "convert", str(path), "--block-size", "4", "--out", out) == f"{out}\n"
     found = convert_sglang([path], 4, None)
+    assert read_prefix(Path(out)) == found
     first, second = found.requests
     assert first == PrefixRequest(0.0, 9, 5, first.hash_ids, 4)
     assert second.timestamp == 1500
@@ -139,20 +142,16 @@ def test_wrong_lines_are_refused(line: str, message: str, tmp_path: Path) -> Non
 def test_the_command_sweeps_capacity_and_lifetime(tmp_path: Path, command: Command) -> None:
     path = str(tmp_path / "a.jsonl")
     write_prefix(Path(path), trace(*[(i % 4, 10 + i % 3, 20 + i) for i in range(60)]))
-    (about,) = command.json("trace", "replay", path, "--ttl", "30,none")["traces"]
+    (about,) = command.json("trace", "prefixes", path, "--ttl", "30,none")["traces"]
     assert about["source"] == "recorded"
     points: list[dict[str, Any]] = about["points"]
     assert len(points) == 2 * 7
     best = max(point["hit_ratio"] for point in points)
     assert best == about["unlimited_hit_ratio"]
-    for line in (["show", path], ["replay", path, "--ttl", "60"]):
-        assert "60 requests in 59 s" in " ".join(command("trace", *line).split())
-    for flag in (
-        ["--device-buffer-size", "512"],
-        ["--policy", "belady"],
-    ):
-        said = command.refused("trace", "replay", path, *flag)
-        assert f"{flag[0]}: got it with prefix traces, which do not use it" in said
+    said = command("trace", "prefixes", path, "--ttl", "60")
+    assert "60 requests in 59 s" in " ".join(said.split())
+    said = command.refused("trace", "replay", path)
+    assert "at its start, expected b'hisparse trace 3" in said
 
 
 def test_requests_without_a_report_do_not_dilute_the_hits_of_the_server() -> None:

@@ -51,9 +51,8 @@ def pages_of(trace: SelectionTrace, layer: int) -> dict[tuple[int, int, int], li
     lengths, pages = trace.layer(layer)
     rows = np.split(pages, np.cumsum(lengths.ravel())[:-1])
     visits = list(zip(*(x.tolist() for x in trace.visits), strict=True))
-    return {
-        (*visits[i % len(visits)], i // len(visits)): row.tolist() for i, row in enumerate(rows)
-    }
+    heads = trace.header.heads
+    return {(*visits[i // heads], i % heads): row.tolist() for i, row in enumerate(rows)}
 
 
 @pytest.mark.parametrize("scope", ["layer", "kv_head"])
@@ -101,8 +100,8 @@ def test_replay_counts_what_the_engine_counted(tmp_path: Path) -> None:
     stats = sim.coordinator.stats()
     with SelectionTrace(path) as trace:
         found = replay_hits(trace, "lru", [size])
-        assert found.hits.sum() == stats.hit_pages
-        assert found.accesses.sum() == stats.hit_pages + stats.miss_pages
+        assert found["hits"] == [stats.hit_pages]
+        assert found["hit_ratio"] == [stats.hit_pages / (stats.hit_pages + stats.miss_pages)]
 
 
 def test_a_taken_name_is_numbered(tmp_path: Path) -> None:
@@ -223,8 +222,8 @@ def test_selections_of_another_width_are_padded(tmp_path: Path) -> None:
         for layer in range(sim.layers):
             first, width = (policy.max_pages, 1, 1, 2)[layer % 4], policy.heads
             lengths, pages = found.layer(layer)
-            assert lengths.tolist() == [[first, 1]] * width
-            assert pages.tolist() == [*range(first, 2 * first), 1] * width
+            assert lengths.tolist() == [[first] * width, [1] * width]
+            assert pages.tolist() == [*range(first, 2 * first)] * width + [1] * width
 
 
 @pytest.mark.parametrize("in_all_layers", [False, True])

@@ -57,3 +57,14 @@ def continuation(
     """Greedy continuations of ``ids [B, T]``."""
     out = net.generate(ids, max_new_tokens=count, past_key_values=cache, **GREEDY, **options)
     return out[:, ids.shape[1] :].tolist()
+
+
+def each_alone(
+    net: Any, cache: HiSparseCache, ids: Tensor, lengths: tuple[int, ...], count: int
+) -> list[list[int]]:
+    """Continuations of left-padded rows ``ids [B, T]``, each in a cache that was reset."""
+    found = []
+    for row, length in zip(ids, lengths, strict=True):
+        cache.reset()
+        found += continuation(net, row[None, -length:], count, cache)
+    return found

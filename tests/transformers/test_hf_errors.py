@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,13 @@ from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, pro
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def _one_line(error: pytest.ExceptionInfo[BaseException]) -> None:
-    assert "\n" not in str(error.value)
-    assert "expected" in str(error.value)
+@contextmanager
+def _one_line(error: type[Exception], match: str) -> Iterator[None]:
+    """An error of one line that says what was expected."""
+    with pytest.raises(error, match=match) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+    assert "expected" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +54,8 @@ def _one_line(error: pytest.ExceptionInfo[BaseException]) -> None:
     ids=lambda x: getattr(x, "model_type", ""),
 )
 def test_models_that_attend_in_another_way(config: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
+    with _one_line(ConfigError, message):
         HiSparseCache(config, ROOMY, max_length=64)
-    _one_line(error)
 
 
 def test_a_window_that_is_off_is_no_window() -> None:
@@ -73,9 +77,8 @@ def test_the_configuration_of_a_model_that_was_saved(tmp_path: Path) -> None:
 def test_a_model_without_the_attention_interface_stays_as_it_is() -> None:
     net = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2))
     before = net.config._attn_implementation
-    with pytest.raises(ConfigError, match="got BloomForCausalLM, which does not attend") as error:
+    with _one_line(ConfigError, "got BloomForCausalLM, which does not attend"):
         enable(net, ROOMY, max_length=64)
-    _one_line(error)
     assert net.config._attn_implementation == before
 
 
@@ -110,15 +113,13 @@ def test_settings_and_sizes(net: Any, config: Any, options: dict[str, Any], mess
 
 def test_more_rows_than_there_is_room_for(net: Any) -> None:
     cache = enable(net, ROOMY, max_batch_size=2, max_length=64)
-    with pytest.raises(CapacityError, match=r"got 3 new rows, expected at most 2") as error:
+    with _one_line(CapacityError, r"got 3 new rows, expected at most 2"):
         continuation(net, prompt(9, seed=1, batch=3), 3, cache)
-    _one_line(error)
     assert len(continuation(net, prompt(9, seed=1, batch=2), 3, cache)) == 2
     with pytest.raises(CapacityError, match="max_batch_size is 2 and counts .* its forks"):
         cache.fork()
-    with pytest.raises(HiSparseError, match="got 3 rows, expected the 2 that the cache") as error:
+    with _one_line(HiSparseError, "got 3 rows, expected the 2 that the cache"):
         continuation(net, prompt(20, seed=1, batch=3), 3, cache)
-    _one_line(error)
 
 
 def test_longer_than_max_length(net: Any) -> None:
@@ -126,9 +127,8 @@ def test_longer_than_max_length(net: Any) -> None:
     with pytest.raises(CapacityError, match=r"got 65 columns, expected at most max_length .64"):
         continuation(net, prompt(60, seed=1), 10, cache)
     assert cache.get_seq_length() == 64
-    with pytest.raises(CapacityError, match="got 74 columns") as error:
+    with _one_line(CapacityError, "got 74 columns"):
         continuation(net, prompt(74, seed=1), 1, cache)
-    _one_line(error)
 
 
 def test_max_length_is_the_models_if_not_given(net: Any) -> None:
@@ -176,9 +176,8 @@ def _other_cache(net: Any) -> None:
     ids=["beams", "prompt lookup", "gradients", "not enabled", "no cache", "another model's"],
 )
 def test_ways_to_run_a_model(net: Any, call: Callable[[Any], object], message: str) -> None:
-    with pytest.raises(HiSparseError, match=message) as error:
+    with _one_line(HiSparseError, message):
         call(net)
-    _one_line(error)
 
 
 def test_rows_are_not_moved(net: Any) -> None:
@@ -189,9 +188,8 @@ def test_rows_are_not_moved(net: Any) -> None:
         (lambda: cache.crop(5), "crop: got 5, expected 0 to 0"),
         (lambda: cache.fork(0), "fork: got 0 rows for each row, expected at least 1"),
     ):
-        with pytest.raises(HiSparseError, match=message) as error:
+        with _one_line(HiSparseError, message):
             call()
-        _one_line(error)
 
 
 def test_masks(net: Any) -> None:
@@ -199,11 +197,8 @@ def test_masks(net: Any) -> None:
     ids, mask = prompt(9, seed=1, batch=2), torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     with torch.no_grad():
-        with pytest.raises(
-            HiSparseError, match=r"got shape .2, 1, 9, 9., expected .2, 9."
-        ) as error:
+        with _one_line(HiSparseError, r"got shape .2, 1, 9, 9., expected .2, 9."):
             net(ids, attention_mask=torch.ones(2, 1, 9, 9).bool(), past_key_values=cache)
-        _one_line(error)
         net(ids[:1], past_key_values=cache)
         cache.reset()
         net(ids, attention_mask=mask, past_key_values=cache)
@@ -211,9 +206,8 @@ def test_masks(net: Any) -> None:
             (torch.ones(2, 10), "row 1 has 9 tokens in the 9 cached columns, expected the same 5"),
             (torch.ones(2, 9), r"got shape .2, 9., expected .2, 10.: 9 cached columns and 1 new"),
         ):
-            with pytest.raises(HiSparseError, match=message) as error:
+            with _one_line(HiSparseError, message):
                 net(ids[:, :1], attention_mask=changed, past_key_values=cache)
-            _one_line(error)
     assert cache.row_lengths == (9, 5)
 
 
@@ -223,9 +217,8 @@ def test_a_scale_that_a_configuration_does_not_tell() -> None:
     net = GraniteForCausalLM(config).eval()
     enable(net, ROOMY, max_length=64)
     cache = HiSparseCache(net.config, ROOMY, max_length=64)
-    with pytest.raises(HiSparseError, match="softmax scale 0.5, expected 0.25; make the") as error:
+    with _one_line(HiSparseError, "softmax scale 0.5, expected 0.25; make the"):
         continuation(net, torch.tensor([[1, 2, 3]]), 3, cache)
-    _one_line(error)
     cache = HiSparseCache(net, ROOMY, max_length=64)
     assert len(continuation(net, torch.tensor([[1, 2, 3]]), 3, cache)[0]) == 3
 

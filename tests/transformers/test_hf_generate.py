@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from hisparse.transformers import HiSparseCache, disable, enable
-from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, model, prompt
+from tests.sizes import sized
+from tests.transformers.hf_models import (
+    ROOMY,
+    SMALL,
+    continuation,
+    each_alone,
+    left_padded,
+    model,
+    prompt,
+)
 
 PAGE = 16
 
@@ -63,11 +72,7 @@ def test_a_row_depends_on_itself_alone(llama: Any) -> None:
     ids, mask = left_padded(lengths, seed=3)
     cache = enable(llama, SMALL, max_batch_size=4, max_length=512)
     together = continuation(llama, ids, 50, cache, attention_mask=mask)
-    alone = []
-    for row, length in zip(ids, lengths, strict=True):
-        cache.reset()
-        alone += continuation(llama, row[None, -length:], 50, cache)
-    assert together == alone
+    assert together == each_alone(llama, cache, ids, lengths, 50)
     cache.reset()
     chunked = continuation(llama, ids, 50, cache, attention_mask=mask, prefill_chunk_size=100)
     assert together == chunked
@@ -83,6 +88,23 @@ def test_a_small_budget_attends_to_no_more_than_the_budget(llama: Any) -> None:
     assert cache.stats().miss_pages > 0
     disable(llama)
     assert sparse != continuation(llama, ids, 30), "this budget is too small to change nothing"
+
+
+@pytest.mark.sweeps
+def test_pages_attended_in_host_memory_change_no_token(llama: Any) -> None:
+    """In float32, where the best token leads by more than rounding."""
+    lengths = sized((700, 1500), (4096, 5000, 6500, 8192, 10000, 12000, 14000, 16384))
+    prompts, answers = [prompt(n, seed=n) for n in lengths], []
+    config = {"budget": 256, "device_buffer_size": 256, "max_row_capacity": 256}
+    for miss in ("transfer", "host"):
+        cache = enable(llama, config | {"miss": miss}, max_length=max(lengths) + 40)
+        answers.append([])
+        for ids in prompts:
+            cache.reset()
+            answers[-1] += continuation(llama, ids, 40, cache)
+        assert (cache.stats().away_pages > 0) == (miss == "host")
+        disable(llama)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(

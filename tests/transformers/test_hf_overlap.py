@@ -11,9 +11,8 @@ import torch
 
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup, resolve
-from hisparse.memory.costs import Resources
 from hisparse.transformers import HiSparseCache, disable, enable
-from tests.shapes import LLAMA
+from tests.shapes import LLAMA, machine
 from tests.transformers.hf_models import SMALL, model, prompt
 
 SIZES = {"max_batch_size": 4, "max_length": 900}
@@ -54,23 +53,13 @@ INDEXED = replace(LLAMA, index_head_dim=128)
 
 def make_llama_setup(**settings: Any) -> EngineSetup:
     config = HiSparseConfig(**settings)
-    return resolve(
-        config,
-        replace(INDEXED, page_size=config.page_size),
-        128**-0.5,
-        Resources(
-            host_bytes=64 << 30,
-            device_bytes=16 << 30,
-            context_length=32768,
-            max_requests=4,
-            device_type="cpu",
-        ),
-    )
+    spec = replace(INDEXED, page_size=config.page_size)
+    return resolve(config, spec, 128**-0.5, machine(context_length=32768))
 
 
 def test_memory_is_charged() -> None:
     plain, overlapping = (make_llama_setup(overlap=x).sizing for x in (False, True))
-    assert overlapping.staging_bytes == 2 * plain.staging_bytes
+    assert overlapping.request.staging_bytes == 2 * plain.request.staging_bytes
     assert overlapping.request.request_state_bytes == plain.request.request_state_bytes
 
 

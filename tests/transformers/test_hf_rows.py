@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,9 +24,19 @@ def _prefill(net: Any, cache: HiSparseCache, ids: torch.Tensor) -> None:
         net(ids, past_key_values=cache)
 
 
+def _decode(net: Any, rows: HiSparseCache, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of given columns ``ids [B, T]``, one after the other."""
+    steps = []
+    for column in ids.T:
+        places = torch.tensor(rows.row_lengths)[:, None]
+        with torch.no_grad():
+            steps.append(net(column[:, None], position_ids=places, past_key_values=rows).logits)
+    return torch.cat(steps, 1)
+
+
 def _free(cache: HiSparseCache) -> tuple[int, int]:
     """Numbers of free host pages and free request slots."""
-    return cache._store.pages.num_free, len(cache._store._free_slots)
+    return cache.row_store.pages.num_free, len(cache.row_store._free_slots)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -77,10 +88,7 @@ def test_rows_that_are_kept_go_on_and_the_others_are_given_back(net: Any) -> Non
     _prefill(net, cache, text)
     everything = _free(cache)
 
-    def logits(rows: HiSparseCache, ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            steps = [net(column[:, None], past_key_values=rows).logits for column in ids.T]
-        return torch.cat(steps, 1)
+    logits = partial(_decode, net)
 
     with cache.fork(4) as rows:
         logits(rows, more[:, :5])
@@ -108,13 +116,7 @@ def test_rows_that_forked_at_different_places_go_on_side_by_side(net: Any) -> No
     cache = enable(net, SMALL, max_batch_size=6, max_length=400)
     everything = _free(cache)
 
-    def logits(rows: HiSparseCache, ids: torch.Tensor) -> torch.Tensor:
-        steps = []
-        for column in ids.T:
-            places = torch.tensor(rows.row_lengths)[:, None]
-            with torch.no_grad():
-                steps.append(net(column[:, None], position_ids=places, past_key_values=rows).logits)
-        return torch.cat(steps, 1)
+    logits = partial(_decode, net)
 
     alone, forks = [], []
     for start, end, own in ((0, 250, more[:1]), (250, 320, more[1:3]), (320, 333, more[3:])):
@@ -236,7 +238,7 @@ def test_a_forward_that_could_not_begin_is_undone(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(cache._store.coordinator, "forward_begin", fail)
+        patched.setattr(cache.row_store.coordinator, "forward_begin", fail)
         with pytest.raises(MemoryError):
             _prefill(net, cache, prompt(50, seed=16))
     assert (_free(cache), cache.row_lengths) == (free, (100,))

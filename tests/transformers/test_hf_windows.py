@@ -13,7 +13,15 @@ from hisparse.errors import HiSparseError
 from hisparse.transformers import DB, disable, enable
 from tests.server.tiny_models import LAYERS, WINDOW
 from tests.sizes import sized
-from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, model, prompt
+from tests.transformers.hf_models import (
+    ROOMY,
+    SMALL,
+    continuation,
+    each_alone,
+    left_padded,
+    model,
+    prompt,
+)
 
 #: Layers of the tiny models that attend the whole context.
 FULL = {
@@ -72,47 +80,42 @@ def test_a_small_budget_keeps_rows_apart(net: Any) -> None:
     settings = SMALL | {"device_buffer_size": 96, "max_row_capacity": 160}
     cache = enable(net, settings, max_batch_size=2, max_length=450)
     together = continuation(net, ids, 30, cache, attention_mask=mask)
-    alone = []
-    for row, length in zip(ids, lengths, strict=True):
-        cache.reset()
-        alone += continuation(net, row[None, -length:], 30, cache)
-    assert together == alone
+    assert together == each_alone(net, cache, ids, lengths, 30)
 
 
-def test_a_window_that_holds_the_context_is_none() -> None:
-    net = model("mistral")
-    cache = enable(net, SMALL, max_length=WINDOW - 4)
+@pytest.fixture
+def plain(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A model with PyTorch's own attention."""
+    yield model(request.param)
+    disable(model(request.param))
+
+
+@pytest.mark.parametrize("plain", ["mistral"], indirect=True)
+def test_a_window_that_holds_the_context_is_none(plain: Any) -> None:
+    cache = enable(plain, SMALL, max_length=WINDOW - 4)
     assert cache.coordinator.policy.kv.full_layers == tuple(range(LAYERS))
-    try:
-        assert continuation(net, prompt(50, seed=4), 20, cache)
-    finally:
-        disable(net)
+    assert continuation(plain, prompt(50, seed=4), 20, cache)
 
 
-def test_another_window_than_the_caches_is_refused() -> None:
-    net = model("mistral")
-    cache = enable(net, SMALL, max_length=400)
-    try:
-        net.config.sliding_window = 64
-        with pytest.raises(HiSparseError, match="layer 0: got window 64, expected 100; make the"):
-            continuation(net, prompt(50, seed=4), 2, cache)
-    finally:
-        net.config.sliding_window = WINDOW
-        disable(net)
+@pytest.mark.parametrize("plain", ["mistral"], indirect=True)
+def test_another_window_than_the_caches_is_refused(
+    plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = enable(plain, SMALL, max_length=400)
+    monkeypatch.setattr(plain.config, "sliding_window", 64)
+    with pytest.raises(HiSparseError, match="layer 0: got window 64, expected 100; make the"):
+        continuation(plain, prompt(50, seed=4), 2, cache)
 
 
-def test_stored_pages_go_on_where_they_were(tmp_path: Any) -> None:
-    net, ids = model("gemma3"), prompt(300, seed=5)
-    try:
-        cache = enable(net, SMALL, max_length=400)
-        whole = continuation(net, ids, 30, cache)
-        for settings in (SMALL, SMALL, SMALL | {"algorithm": "quest"}):
-            with DB(tmp_path, net, settings, max_length=400) as db:
-                session, rest = db.create_session(ids[0])
-                assert len(rest) == (12 if db.contexts() else 300)
-                again = continuation(net, ids, 30, session.cache)
-                session.store(ids[0])
-            assert settings is not SMALL or again == whole
-            assert len(again[0]) == 30
-    finally:
-        disable(net)
+@pytest.mark.parametrize("plain", ["gemma3"], indirect=True)
+def test_stored_pages_go_on_where_they_were(plain: Any, tmp_path: Any) -> None:
+    ids = prompt(300, seed=5)
+    whole = continuation(plain, ids, 30, enable(plain, SMALL, max_length=400))
+    for settings in (SMALL, SMALL, SMALL | {"algorithm": "quest"}):
+        with DB(tmp_path, plain, settings, max_length=400) as db:
+            session, rest = db.create_session(ids[0])
+            assert len(rest) == (12 if db.contexts() else 300)
+            again = continuation(plain, ids, 30, session.cache)
+            session.store(ids[0])
+        assert settings is not SMALL or again == whole
+        assert len(again[0]) == 30

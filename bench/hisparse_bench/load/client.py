@@ -287,7 +287,7 @@ class Prompts:
         """Requests of a trace: those that have hash ids in common share as many tokens.
 
         Args:
-            file: Mooncake's JSONL, or a prefix trace of ``hisparse trace record``.
+            file: Mooncake's JSONL, or a prefix trace of ``hisparse trace convert``.
             count: requests, the earliest ones; 0 for all.
             longest: tokens that the model takes, prompt and output.
 

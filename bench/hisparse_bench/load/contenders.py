@@ -64,7 +64,8 @@ class ServedModel:
         """
         from transformers import AutoTokenizer
 
-        from hisparse.model_config import read_model_config, shape_per_rank, text_config
+        from hisparse.model_config import read_model_config, text_config
+        from hisparse.sglang.models import shape_per_rank
 
         if options.model == RANDOM_DSA:
             folder = make_random_dsa(say)
@@ -75,8 +76,8 @@ class ServedModel:
         if options.device == "cpu" and not options.url:
             dtype = torch.float32
         spec = replace(spec, dtype=dtype or spec.dtype)
-        indexed = spec.index_head_dim > 0
-        index = spec.num_layers * (spec.index_head_dim + _INDEX_SCALE_BYTES) if indexed else 0
+        indexed = spec.num_indexers > 0
+        index = spec.num_indexers * (spec.index_head_dim + _INDEX_SCALE_BYTES)
         longest = int(getattr(text, "max_position_embeddings", 0) or 2**31)
         found = cls(
             folder=folder,

@@ -126,11 +126,8 @@ class LoadReport(Report):
         """The report as one JSON object; no figures of a case whose gate failed."""
         found = asdict(self)
         for case, entry in zip(self.cases, found["cases"], strict=True):
-            results = _completed(case)
-            entry["ratios"] = _ratios(results, "median_us") if case.gate == "passed" else {}
-            entry["throughput_ratios"] = (
-                _ratios(results, "throughput") if case.gate == "passed" else {}
-            )
+            entry["ratios"] = _ratios(case, "median_us")
+            entry["throughput_ratios"] = _ratios(case, "throughput")
             if case.gate == "failed":
                 entry["results"] = []
             for result in entry["results"]:
@@ -148,16 +145,15 @@ class LoadReport(Report):
             if case.gate == "failed":
                 console.print(f"the check failed, no figures: {case.params.get('failure', '')}")
                 continue
+            if case.gate == UNCHECKED:
+                console.print("not checked against dense decoding, so no ratios")
             results = [x for x in case.results if isinstance(x, LoadResult)]
             console.print(_speeds(results))
             console.print(_sizes(results))
             for failure in case.params.get("failures", {}).items():
                 console.print("{}: {}".format(*failure), markup=False, highlight=False)
-            if case.gate == UNCHECKED:
-                console.print("not checked against dense decoding, so no ratios")
-                continue
             for what, name in (("output tokens/s", "throughput"), ("time per token", "median_us")):
-                if ratios := _ratios(_completed(case), name):
+                if ratios := _ratios(case, name):
                     text = ", ".join(f"{pair} {ratio}" for pair, ratio in ratios.items())
                     console.print(f"{what}: {text}", highlight=False)
         if self.device == "cpu" and any(x.impl == "dense" for y in self.cases for x in y.results):
@@ -166,12 +162,11 @@ class LoadReport(Report):
             console.print("\ninterrupted: later loads are missing")
 
 
-def _completed(case: Case) -> list[LoadResult]:
-    return [x for x in case.results if isinstance(x, LoadResult) and x.throughput]
-
-
-def _ratios(results: Sequence[LoadResult], name: str) -> dict[str, float]:
-    """``a/b``: a's value over b's."""
+def _ratios(case: Case, name: str) -> dict[str, float]:
+    """``a/b``: a's value over b's, of loads with an answer; none unless the gate passed."""
+    if case.gate != "passed":
+        return {}
+    results = [x for x in case.results if isinstance(x, LoadResult) and x.throughput]
     return {
         f"{a.impl}/{b.impl}": float(f"{getattr(a, name) / getattr(b, name):.4g}")
         for i, a in enumerate(results)

@@ -31,13 +31,15 @@ class BlockRank {
   // `totals` is [kTotals] in shared memory, used by nothing else.
   __device__ explicit BlockRank(int32_t* totals) : totals_(totals) {}
 
-  // ranks[j] is the number of flagged elements before item j. All threads call it. It is a barrier:
-  // writes before it are visible after it.
-  __device__ void operator()(const bool (&flags)[kItems], int32_t (&ranks)[kItems]) {
+  // ranks[j] is the number of flagged elements before item j, which follows those of lower lanes, and
+  // all items of lower warps. All threads call it. It is a barrier: writes before it are visible
+  // after it.
+  template <int kCount>
+  __device__ void operator()(const bool (&flags)[kCount], int32_t (&ranks)[kCount]) {
     const unsigned lower_lanes = (1u << lane_id()) - 1u;
     int32_t in_warp = 0;
 #pragma unroll
-    for (int j = 0; j < kItems; ++j) {
+    for (int j = 0; j < kCount; ++j) {
       const unsigned ballot = __ballot_sync(kAllLanes, flags[j]);
       ranks[j] = in_warp + __popc(ballot & lower_lanes);
       in_warp += __popc(ballot);
@@ -47,16 +49,11 @@ class BlockRank {
     int32_t* totals = totals_ + turn_ * kMaxWarps;
     if (lane_id() == 0) totals[warp_id()] = in_warp;
     __syncthreads();
-    int32_t sum = lane_id() < num_threads() / kWarp ? totals[lane_id()] : 0;
+    const int32_t total = lane_id() < num_threads() / kWarp ? totals[lane_id()] : 0;
+    const int32_t before = __reduce_add_sync(kAllLanes, lane_id() < warp_id() ? total : 0);
 #pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-      const int32_t lower = __shfl_up_sync(kAllLanes, sum, distance);
-      if (lane_id() >= distance) sum += lower;
-    }
-    const int32_t up_to_here = __shfl_sync(kAllLanes, sum, warp_id());
-#pragma unroll
-    for (int j = 0; j < kItems; ++j) ranks[j] += count_ + up_to_here - in_warp;
-    count_ += __shfl_sync(kAllLanes, sum, kWarp - 1);
+    for (int j = 0; j < kCount; ++j) ranks[j] += count_ + before;
+    count_ += __reduce_add_sync(kAllLanes, total);
     turn_ ^= 1;
   }
 

@@ -143,7 +143,7 @@ struct SelectShared {
   int32_t totals[BlockRank::kTotals], tie_totals[BlockRank::kTotals];
   Cut cut;
   int32_t invalid;    // A thread saw an invalid score.
-  int32_t unused[1];  // The ranks behind it begin at a multiple of 16 bytes.
+  int32_t unused[1];  // The ranks after it begin at a multiple of 16 bytes.
 
   __device__ void count(int turn, uint32_t digit) {
     atomicAdd(&counts[turn][digit], 1);
@@ -183,7 +183,7 @@ struct RankedPages {
   __device__ int32_t first_base() const { return warp_id() * kItems * kWarp; }
   __device__ int32_t page_of(int32_t base, int j) const { return base + j * kWarp + lane_id(); }
 
-  // Scores of the pages from `base` in some rows, of which row i begins `between * i` elements behind
+  // Scores of the pages from `base` in some rows, of which row i begins `between * i` elements after
   // `first` and ends at page `ends[i]`. All of them are under way together.
   __device__ void load(const Score* first, int64_t between, int32_t base,
                        const int32_t (&ends)[kRows], float (&found)[kRows][kItems]) {

@@ -1,6 +1,6 @@
 // What C++ has no name for: a block's shared memory and that of its neighbours, the order of launches,
 // matrix products of a warp, copies to shared memory that a warp does not wait for, arithmetic on two
-// float16 numbers in a register, and accesses to a number that others access at the same time.
+// float16 numbers in a register, and writes of a number that others write meanwhile.
 //
 // tests/kernels/fibers/hisparse/ptx.cuh has the same functions in C++.
 #pragma once
@@ -78,12 +78,7 @@ __device__ inline T of_block(const T& own, int block) {
 #endif
 }
 
-// A number that other threads of the block may write meanwhile: one of their values, or the old one.
-__device__ inline int32_t load_relaxed(const int32_t* at) {
-  int32_t out;
-  asm volatile("ld.relaxed.cta.b32 %0, [%1];" : "=r"(out) : "l"(at) : "memory");
-  return out;
-}
+// Writes a number that other threads of the block may write meanwhile: one of them stays.
 __device__ inline void store_relaxed(int32_t* at, int32_t value) {
   asm volatile("st.relaxed.cta.b32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
@@ -180,7 +175,8 @@ __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Copies of a warp: lane i has row i % rows of the same number of bytes, a multiple of 16.
+// Copies of a warp: of kRows rows, `stride` bytes apart in shared memory, number i is at `global`, and
+// as often `each` bytes further as lane i has `number`. `bytes`, of a row, is a multiple of 16.
 // Their barrier, in shared memory, belongs to the warp, and one thread prepares it before the others
 // pass a barrier. The n-th time that a barrier is waited for, counted from 0, has parity n % 2. All but
 // the last kLater copies that end_copies() has followed are there after the wait, once the warp has met.
@@ -192,26 +188,39 @@ __device__ inline void prepare_copies(uint64_t* barrier) {
                : "memory");
 #endif
 }
-__device__ inline void copy_rows(void* shared, const void* global, int bytes, int rows,
-                                 uint64_t* barrier) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+template <int kRows>
+__device__ inline void copy_rows(char* shared, int stride, const void* global,
+                                 uint32_t number, uint32_t each, int bytes, uint64_t* barrier) {
+  const auto* from = static_cast<const char*>(global);
 #if __CUDA_ARCH__ >= 900
-  if (lane == 0) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     shared_address(barrier)),
-                 "r"(rows * bytes)
-                 : "memory");
-  }
-  if (lane < rows) {
+  uint32_t numbers[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) numbers[i] = __shfl_sync(0xffffffffu, number, i);
+  // The compiler knows that one thread is left, and issues the copies without a loop over threads.
+  uint32_t elected;
+  asm volatile("{\n\t.reg .pred elected;\n\t"
+               "elect.sync _|elected, 0xffffffff;\n\t"
+               "selp.u32 %0, 1, 0, elected;\n\t}"
+               : "=r"(elected));
+  if (!elected) return;
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(kRows * bytes)
+               : "memory");
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared_address(shared)),
-        "l"(global), "r"(bytes), "r"(shared_address(barrier))
+            shared_address(shared + i * stride)),
+        "l"(from + uint64_t{numbers[i]} * each), "r"(bytes), "r"(shared_address(barrier))
         : "memory");
   }
 #else
-  for (int at = lane / rows * 16; at < bytes; at += 32 / rows * 16) {
-    copy_async<16>(static_cast<char*>(shared) + at, static_cast<const char*>(global) + at);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  shared += lane % kRows * stride;
+  from += uint64_t{number} * each;
+  for (int at = lane / kRows * 16; at < bytes; at += 32 / kRows * 16) {
+    copy_async<16>(shared + at, from + at);
   }
 #endif
 }

@@ -1,4 +1,4 @@
-// Changes to rows outside lru_diff, on the device: full tail pages, reuse, capacity.
+// Changes to rows outside diff_tables, on the device: full tail pages, reuse, capacity.
 #pragma once
 
 #include "hisparse/transfer.cuh"
@@ -10,7 +10,7 @@ struct RowTables {
   int32_t* slot_pages;    // [L, NR, C]
   int32_t* lru_order;     // [L, NR, C]
   int32_t* device_pages;  // [L, NR, C]
-  int32_t* page_slots;    // [L, NR, indexed], see lru_diff.cuh
+  int32_t* page_slots;    // [L, NR, indexed], see diff_tables.cuh
   int64_t slot_pages_layer, lru_order_layer, device_pages_layer, page_slots_layer;  // elements
   int64_t slot_pages_row, lru_order_row, device_pages_row, page_slots_row;          // elements
   int32_t num_states, slots, indexed;
@@ -166,7 +166,7 @@ __device__ inline int64_t sum_up_to_here(int64_t own, int64_t* totals, int64_t& 
 
 // Gives each row its place on the free stacks, which are alike in all layers, and its capacity:
 // shrinks first, each in the order of the rows. A row that would overrun the stack stays as it is,
-// as do those behind it. One block.
+// as do those after it. One block.
 __global__ void __launch_bounds__(kMaxThreads, 1)
     plan_rebalance_kernel(const __grid_constant__ RebalanceParams p) {
   wait_for_earlier_launches();

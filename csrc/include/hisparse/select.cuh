@@ -79,7 +79,7 @@ struct SelectRow : RankedPages<Score, kInShared> {
     return cut;
   }
 
-  // Counts the digit behind those of the cut, of the pages that share them.
+  // Counts the digit after those of the cut, of the pages that share them.
   __device__ void count_next_digit(int turn, const Cut& cut, int bits) {
     for (int32_t base = first_base(); base < count; base += tile_size()) {
       uint32_t rank[kItems];

@@ -5,36 +5,41 @@
 
 namespace hisparse {
 
-// blockIdx.x is the request, KV head and tile of its queries, blockIdx.y the run of pages; if there
-// are tail pages the first blocks are for those.
+// blockIdx.x is the request, KV head and tile of its queries; of gridDim.y blocks each takes every
+// such batch of pages for all its warps, but if there are tail pages the first blocks are for those.
 template <typename Layout, int kTiles, int kParts>
 __global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlocks : kScoreBlocks - 1)
     sketch_score_kernel(const __grid_constant__ SketchScoreParams p) {
   wait_for_earlier_launches();
   using Scorer = SketchScorer<Layout, kTiles, kParts>;
-  const int32_t part = static_cast<int32_t>(blockIdx.x) % p.tiles;
-  const int32_t head = static_cast<int32_t>(blockIdx.x) / p.tiles % p.kv_heads;
-  const int32_t request = static_cast<int32_t>(blockIdx.x) / p.tiles / p.kv_heads;
-  const int32_t group = p.heads / p.kv_heads, member = part * Scorer::kQueries;
-  const int32_t present = min(Scorer::kQueries, group - member);
-  const int64_t first_head = int64_t{head} * group + member;
+  const uint32_t tiles = p.tiles, blocks = p.request_blocks;
+  const int32_t request = blockIdx.x / blocks, head = blockIdx.x % blocks / tiles;
+  const int32_t member = static_cast<int32_t>(blockIdx.x % tiles) * Scorer::kQueries;
+  const int32_t present = min(Scorer::kQueries, p.group - member);
+  const int32_t first_head = head * p.group + member;
   const int64_t row = int64_t{request} * p.heads + first_head;
   const NumberRows query = p.query.from(request * p.query_request, first_head);
   int32_t run = static_cast<int32_t>(blockIdx.y), runs = static_cast<int32_t>(gridDim.y);
   if (p.tail.keys.data != nullptr) {
     if (run == 0) {
-      find_tail_lse(p.tail, query, present, p.layout.dim, request, head, p.kv_heads, p.scale,
-                    p.tail.lse + row);
+      find_tail_lse(p.tail, query, present, p.layout.dim, request, head, p.scale, p.tail.lse + row);
       return;
     }
     --run, --runs;
   }
-  const int32_t count = min(p.num_pages[request], p.width);
-  const int32_t step = num_threads() / kWarp * kBatch;
-  const int32_t each = (count + runs * step - 1) / (runs * step) * step;
-  const int32_t start = run * each, end = min(start + each, count);
-  if (start >= end) return;
+  const int32_t batches = num_threads() / kWarp * kBatch, step = runs * batches;
+  const int32_t* table = p.host_pages + request * p.table_row;
+  const auto find = [&](int32_t first) {
+    return table[min(first + lane_id() % kBatch, p.width - 1)];
+  };
+  // The first three loads are under way together: none of them is used before the others.
+  const int32_t pages = p.num_pages[request];
+  int32_t first = run * batches + warp_id() * kBatch, next = find(first);
   const SketchScoreShared sizes{Layout(p.layout).get(), Scorer::kQueries, kParts};
+  QueryTile<Layout, Scorer::kQueries> tile{query, sizes, present, {}};
+  tile.load(warp_id(), 0);
+  const int32_t count = min(pages, p.width);
+  if (run * batches >= count) return;
   char* shared = dynamic_shared();
   auto* stages = reinterpret_cast<uint8_t*>(shared + sizes.warps() + warp_id() * sizes.warp_bytes());
   auto* barriers = reinterpret_cast<uint64_t*>(stages + 2 * sizes.stage_bytes());
@@ -42,27 +47,24 @@ __global__ void __launch_bounds__(kScoreWarps * kWarp, kTiles == 1 ? kScoreBlock
   Scorer scorer{p, Layout(p.layout), shared, stages, barriers, {}, g, t};
   if (lane_id() < 2) prepare_copies(barriers + lane_id());
   __syncwarp();
-  const int32_t* table = p.host_pages + request * p.table_row;
-  const auto find = [&](int32_t first) {
-    const int32_t page = first + lane_id() % kBatch;
-    return page < count ? table[page] : 0;
+  const auto fetch = [&](int32_t from, int stage) {
+    // Page 0 in place of those beyond the last one.
+    if (from < count) scorer.fetch(from + lane_id() % kBatch < count ? next : 0, head, stage);
+    end_copies();
   };
-  int32_t first = start + warp_id() * kBatch;
-  if (first < end) scorer.fetch(find(first), head, 0);
-  end_copies();
+  fetch(first, 0);
   // Read a batch ahead of its copy, which needs them at once.
-  int32_t next = find(first + step);
-  load_queries(query, p.scale, sizes, present, shared);
+  next = find(first + step);
+  tile.store(p.scale, shared);
   __syncthreads();  // The queries are there.
 #pragma unroll
   for (int i = 0; i < 2 * kTiles; ++i) {
     const auto* factors = reinterpret_cast<const float*>(shared + sizes.factors());
     scorer.factors[i / 2][i % 2] = factors[i / 2 * kTileQueries + 2 * t + i % 2];
   }
-  for (int32_t turn = 0; first < end; first += step, ++turn) {
+  for (int32_t turn = 0; first < count; first += step, ++turn) {
     const int32_t stage = turn % 2;
-    if (first + step < end) scorer.fetch(next, head, stage ^ 1);
-    end_copies();
+    fetch(first + step, stage ^ 1);
     next = find(first + 2 * step);
     wait_for_rows<1>(barriers + stage, turn / 2 % 2);
     __syncwarp();  // All lanes' copies are there.

@@ -41,10 +41,10 @@ struct SketchScorer {
 
   // Starts to copy the sketches of a batch; lane i below kBatch has the number of page i.
   __device__ void fetch(int32_t host_page, int32_t head, int stage) const {
-    const int32_t page = max(0, min(host_page, p.num_host_pages - 1));
-    copy_rows(stages + stage * sizes().stage_bytes() + lane_id() % kBatch * sizes().sketch_stride(),
-              p.sketches + page * p.sketch_page + head * p.sketch_head, layout().num_bytes(), kBatch,
-              barriers + stage);
+    copy_rows<kBatch>(reinterpret_cast<char*>(stages) + stage * sizes().stage_bytes(),
+                      sizes().sketch_stride(), p.sketches + head * p.sketch_head,
+                      max(0, min(host_page, p.last_host_page)), p.sketch_page,
+                      layout().num_bytes(), barriers + stage);
   }
 
   // The row of shared memory with the queries' numbers in a channel.
@@ -55,14 +55,16 @@ struct SketchScorer {
   // Products of the bases of 16 pages with the queries, times 2^-6, less the factors.
   __device__ void add_bases(const uint8_t* stage, float (&c)[kTiles][4]) const {
     const int32_t each = sizes().blocks_of_lane();
-    // This lane's row of a matrix: channels lie as the lanes' bytes do.
+    // This lane's row of a matrix: channels lie as the lanes' pairs of bytes do. Lane t takes pair i ^ t
+    // of its block as its i-th one, so that the rows of a matrix are in different banks.
     const int32_t row = lane_id() % 8, matrix = lane_id() / 8 % 2;
-    const int32_t channel = kBlock * (row / 2) * each + 2 * matrix + row % 2;
+    const int32_t channel = kBlock * (row / 2) * each + (row ^ 2 * matrix);
+    const uint32_t order = 0x76543210u ^ 0x22222222u * t;
 #pragma unroll
     for (int32_t j = 0; j < each; ++j) {
       const int32_t block = t * each + j;
       const bool there = block < layout().blocks();
-      uint32_t a[2][4];  // of channels 0 to 3 and 4 to 7 of the block
+      uint32_t a[2][4];  // of two pairs of channels of the block each
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint8_t* own = stage + (g + 8 * i) * sizes().sketch_stride();
@@ -73,8 +75,9 @@ struct SketchScorer {
         const uint32_t zero = multiply_halves(scale, 0xe480e480u);                      // -1152
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-          // A byte behind 0x64 is 1024 more than itself.
-          const uint32_t bytes = (step == 0 ? values.x : values.y) ^ 0x80808080u;
+          // A byte after 0x64 is 1024 more than itself.
+          const uint32_t bytes =
+              permute_bytes(values.x, values.y, order >> 16 * step) ^ 0x80808080u;
           a[step][i] =
               multiply_add_halves(permute_bytes(bytes, 0x64646464u, 0x4140), scale, zero);
           a[step][i + 2] =
@@ -88,7 +91,7 @@ struct SketchScorer {
 #pragma unroll
           for (int tile = 0; tile < kTiles; ++tile) {
             uint32_t b[2];
-            load_matrices(b, row_of(channel + kBlock * j + 4 * step, part) + 16 * tile);
+            load_matrices(b, row_of((channel ^ 4 * step) + kBlock * j, part) + 16 * tile);
             multiply_add(c[tile], a[step], b[0], b[1]);
           }
         }

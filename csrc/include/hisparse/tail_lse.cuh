@@ -32,26 +32,34 @@ struct NumberRows {
     return {data, first + elements + row * stride, stride, dim_stride, type};
   }
 
-  // A lane's numbers of a row: from `start` on every kStep-th one, 0 from `end` on. The dtype is
-  // looked at once, so that no load waits for another one.
-  template <int kStep, int kCount>
-  __device__ void read(int32_t row, int32_t start, int32_t end, float (&out)[kCount]) const {
+  // A lane's numbers of some rows: from `start` on every kStep-th one, 0 from `end` on; `end` is
+  // positive. The dtype is looked at once, so that no load waits for another one.
+  template <int kStep, int kRows, int kCount>
+  __device__ void read(const int32_t (&rows)[kRows], int32_t start, int32_t end,
+                       float (&out)[kRows][kCount]) const {
     switch (type) {
-      case NumberType::kFloat32: return read_as<float, kStep>(row, start, end, out);
-      case NumberType::kBFloat16: return read_as<BFloat16, kStep>(row, start, end, out);
-      case NumberType::kFloat16: return read_as<Float16, kStep>(row, start, end, out);
-      case NumberType::kInt8: return read_as<int8_t, kStep>(row, start, end, out);
-      case NumberType::kE4M3: return read_as<E4M3, kStep>(row, start, end, out);
+      case NumberType::kFloat32: return read_as<float, kStep>(rows, start, end, out);
+      case NumberType::kBFloat16: return read_as<BFloat16, kStep>(rows, start, end, out);
+      case NumberType::kFloat16: return read_as<Float16, kStep>(rows, start, end, out);
+      case NumberType::kInt8: return read_as<int8_t, kStep>(rows, start, end, out);
+      case NumberType::kE4M3: return read_as<E4M3, kStep>(rows, start, end, out);
     }
   }
 
-  template <typename T, int kStep, int kCount>
-  __device__ void read_as(int32_t row, int32_t start, int32_t end, float (&out)[kCount]) const {
-    const T* from = static_cast<const T*>(data) + first + row * stride;
+  template <typename T, int kStep, int kRows, int kCount>
+  __device__ void read_as(const int32_t (&rows)[kRows], int32_t start, int32_t end,
+                          float (&out)[kRows][kCount]) const {
+    T found[kRows][kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int32_t d = start + i * kStep;
-      out[i] = d < end ? to_float(from[d * dim_stride]) : 0.0f;
+    for (int i = 0; i < kRows * kCount; ++i) {
+      const int32_t d = min(start + i % kCount * kStep, end - 1);
+      found[i / kCount][i % kCount] =
+          static_cast<const T*>(data)[first + rows[i / kCount] * stride + d * dim_stride];
+    }
+#pragma unroll
+    for (int i = 0; i < kRows * kCount; ++i) {
+      const bool there = start + i % kCount * kStep < end;
+      out[i / kCount][i % kCount] = there ? to_float(found[i / kCount][i % kCount]) : 0.0f;
     }
   }
 };
@@ -64,44 +72,62 @@ struct TailParams {
   float* lse;             // [B, Hq]
   int64_t page_stride, head_stride;                                      // of the keys, in elements
   int64_t scales_page_stride, scales_head_stride, scales_token_stride;
-  int32_t rows, heads;    // rows of a request; heads of a page
+  int32_t num_pages, size;  // N, S
+  int32_t rows, heads;    // rows of a request; heads of a page: 1, or all
+  int32_t head_rows;      // from a head's row to the next one's; 0: a request has one
 };
 
-// For `count` queries of a KV head. A warp takes a query at a time.
+// For `count` queries of a KV head. A warp takes a query at a time, and several tokens.
 __device__ inline void find_tail_lse(const TailParams& p, const NumberRows& queries, int32_t count,
-                                     int32_t dim, int32_t request, int32_t head, int32_t kv_heads,
-                                     float scale, float* lse) {
-  constexpr int kAtOnce = 8;  // numbers that a lane reads at a time
-  const int32_t row = request * p.rows + head * p.rows / kv_heads, own = head % p.heads;
-  const int64_t page = p.pages[row];
+                                     int32_t dim, int32_t request, int32_t head, float scale,
+                                     float* lse) {
+  constexpr int kAtOnce = 8, kTokens = kItems;  // numbers of a token, and tokens, read together
+  constexpr int kChunk = 2 * kAtOnce;           // numbers of a query
+  constexpr int kApart = kWarp / kTokenLanes;
+  const int32_t row = request * p.rows + head * p.head_rows, own = p.heads == 1 ? 0 : head;
+  const int32_t tokens = min(p.lens[row], p.size);
+  const int64_t page = max(0, min(p.pages[row], p.num_pages - 1));
   const NumberRows keys = p.keys.from(page * p.page_stride + own * p.head_stride, 0);
   const uint8_t* scales =
       p.scales + (p.scales == nullptr ? 0
                                       : page * p.scales_page_stride + own * p.scales_head_stride);
+  const int32_t part = lane_id() % kTokenLanes;
   for (int32_t i = warp_id(); i < count; i += num_threads() / kWarp) {
     Mass mass;
-    for (int32_t base = 0; base < p.lens[row]; base += kWarp / kTokenLanes) {
-      const int32_t token = base + lane_id() / kTokenLanes, part = lane_id() % kTokenLanes;
-      const bool there = token < p.lens[row];
-      float sum = 0.0f;
-      for (int32_t d = part; d < dim; d += kAtOnce * kTokenLanes) {
-        float q[kAtOnce], k[kAtOnce];
-        queries.read<kTokenLanes>(i, d, dim, q);
-        keys.read<kTokenLanes>(there ? token : 0, d, dim, k);
+    float q[1][kChunk];
+    queries.read<kTokenLanes>({i}, part, dim, q);  // While the page's number is on its way.
+    for (int32_t base = 0; base < tokens; base += kTokens * kApart) {
+      int32_t rows[kTokens];
+      float sums[kTokens] = {};
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) sum += q[j] * k[j];
+      for (int j = 0; j < kTokens; ++j) {
+        rows[j] = min(base + j * kApart + lane_id() / kTokenLanes, tokens - 1);
       }
-      for (int distance = kTokenLanes / 2; distance > 0; distance /= 2) {
-        sum += __shfl_xor_sync(kAllLanes, sum, distance);
+      for (int32_t d = 0; d < dim; d += kAtOnce * kTokenLanes) {
+        const int half = d / (kAtOnce * kTokenLanes) % 2;
+        if (half == 0 && dim > kChunk * kTokenLanes) {
+          queries.read<kTokenLanes>({i}, d + part, dim, q);
+        }
+        float k[kTokens][kAtOnce];
+        keys.read<kTokenLanes>(rows, d + part, dim, k);
+#pragma unroll
+        for (int j = 0; j < kTokens * kAtOnce; ++j) {
+          const int own = j % kAtOnce;
+          sums[j / kAtOnce] += (half == 0 ? q[0][own] : q[0][kAtOnce + own]) * k[j / kAtOnce][own];
+        }
       }
-      if (!there || part != 0) continue;
-      if (scales != nullptr) {
-        sum *= __uint_as_float(uint32_t{scales[token * p.scales_token_stride]} << 23);
+#pragma unroll
+      for (int j = 0; j < kTokens; ++j) {
+        for (int distance = kTokenLanes / 2; distance > 0; distance /= 2) {
+          sums[j] += __shfl_xor_sync(kAllLanes, sums[j], distance);
+        }
+        if (scales != nullptr) {
+          sums[j] *= __uint_as_float(uint32_t{scales[rows[j] * p.scales_token_stride]} << 23);
+        }
+        const int32_t token = base + j * kApart + lane_id() / kTokenLanes;
+        sums[j] = token < tokens && part == 0 ? sums[j] * scale : -INFINITY;
       }
-      Mass one;
-      one.top = sum * scale;
-      one.total = 1.0f;
-      mass.add(one);
+      mass.add(sums);
     }
     mass.add_lanes();
     if (lane_id() == 0) lse[i] = mass.total > 0.0f ? mass.top + logf(mass.total) : -INFINITY;

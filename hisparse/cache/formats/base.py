@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter
-from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cache.allocate import zeros
 from hisparse.config import FORMATS
-from hisparse.errors import HiSparseError
-from hisparse.kernels import dequantize, quantize
+from hisparse.kernels import HostKeys, dequantize, quantize
+from hisparse.kernels.operation import new_tensors
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 
 #: ``BackendAdapter.attend``.
@@ -56,12 +55,8 @@ class KVFormat(ABC):
 
     #: Launches that conversions add to a captured layer, for estimates of its time.
     captured_launches: ClassVar[int] = 16
-    #: Bytes of scales of a token and KV head that are stored apart from K and V.
-    num_scales: ClassVar[int] = 0
     #: Selection scopes of attention over its pages.
     scopes: ClassVar[tuple[SelectionScope, ...]] = get_args(SelectionScope)
-    #: Whether all ranks of tensor parallelism store the same bytes: those of a node share one copy.
-    replicated: ClassVar[bool] = False
     #: The attention whose K and V it stores, in messages; "": MHA and GQA.
     attention_name: ClassVar[str] = ""
     #: Dtype of SGLang's own pool if ``--kv-cache-dtype`` has this choice; None: it has not.
@@ -89,10 +84,7 @@ class KVFormat(ABC):
     def parts(self) -> tuple[StoredPart, ...]:
         """The tensors that have memory of their own, in the order of a store."""
         widths = {"k": self.key_width, "v": self.kv.v_head_dim}
-        parts = [StoredPart(name, width, self.dtype) for name, width in widths.items()]
-        if self.num_scales:
-            parts.append(StoredPart("scales", self.num_scales, torch.uint8))
-        return tuple(parts)
+        return tuple(StoredPart(name, width, self.dtype) for name, width in widths.items())
 
     @property
     def head_bytes(self) -> int:
@@ -120,7 +112,7 @@ class KVFormat(ABC):
         return self.plain.layer_token_bytes
 
     def decoded_pages(self, count: int, device: torch.device) -> PagedKV | None:
-        """Memory that ``count`` pages are decoded into, or None if K and V are read as stored."""
+        """Memory for ``count`` decoded pages, model's dtype; None if K and V are read as stored."""
         plain = self.plain
         return plain.join(plain.new_pages((count,), self.kv.num_kv_heads, device)).kv
 
@@ -129,8 +121,12 @@ class KVFormat(ABC):
         """Bytes of one token in all layers in SGLang's own KV cache."""
         return self.plain.token_bytes
 
+    def num_shards(self, ranks: int) -> int:
+        """Parts that ``ranks`` ranks of tensor parallelism divide K and V into: one for each."""
+        return ranks
+
     def new_pages(self, leading: Sequence[int], heads: int, device: torch.device) -> list[Tensor]:
-        """Zeroed pages of each part, ``[*leading, heads, S, width]``.
+        """Zeroed pages of each part, ``[*leading, heads, S, width]`` in the dtype of the part.
 
         The heads of a token lie side by side. A page's scales, only a few bytes, are contiguous.
         """
@@ -144,7 +140,7 @@ class KVFormat(ABC):
         return pages
 
     def join(self, tensors: Sequence[Tensor]) -> StoredKV:
-        """The tensors of :attr:`parts`, ``[..., width]`` each, as K, V and scales."""
+        """The tensors of :attr:`parts`, ``[..., width]`` in their dtypes, as K, V and scales."""
         return StoredKV(*tensors)
 
     def split(self, stored: StoredKV) -> tuple[Tensor, ...]:
@@ -152,12 +148,12 @@ class KVFormat(ABC):
         return tuple(getattr(stored, part.name) for part in self.parts)
 
     def values_of(self, k: Tensor, v: Tensor) -> Tensor:
-        """The values of tokens: ``v [..., Dv]``, or columns of ``k [..., Dk]`` that are values."""
+        """The values of tokens, any dtype: ``v [..., Dv]``, or columns of ``k [..., Dk]``."""
         return v
 
     @abstractmethod
     def encode(self, k: Tensor, v: Tensor) -> StoredKV:
-        """Convert keys and values ``[..., D]`` from the model's dtype."""
+        """Convert ``k [..., Dk]``, ``v [..., Dv]`` from the model's dtype to the stored dtypes."""
 
     @abstractmethod
     def decode(self, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
@@ -169,27 +165,20 @@ class KVFormat(ABC):
         """
 
     def as_read(self, k: Tensor, v: Tensor) -> PagedKV:
-        """Round keys and values ``[..., D]`` to the values that a later read returns."""
+        """Round ``k [..., Dk]``, ``v [..., Dv]``, model's dtype, to what a later read returns."""
         return self.decode(self.encode(k, v))
 
     @classmethod
-    def serves(cls, algorithm: type[BaseSparseAlgorithm]) -> bool:
-        """Whether an algorithm can run on K and V that are stored so."""
-        return not algorithm.reads_host_keys
+    def scaled_name(cls, kv_cache_dtype: str) -> str | None:
+        """``kv_cache_dtype``, its own, if attention takes its scales; None: it has none."""
+        return None
 
-    def in_place(self, stored: StoredKV) -> PagedKV:
-        """Stored keys and values ``[..., D]`` in the model's dtype, without a conversion.
-
-        Raises:
-            HiSparseError: they are stored otherwise.
-        """
-        raise HiSparseError(
-            f"an algorithm reads keys in host memory: got {self.kv.kv_cache_dtype} keys, expected "
-            "kv_cache_dtype 'auto'; the algorithm has to declare reads_host_keys = True"
-        )
+    def host_keys(self, stored: StoredKV) -> HostKeys:
+        """The keys of a pool, ``[host pages, Hkv, S, width]``, for kernels that score them."""
+        return HostKeys(stored.k, stored.scales)
 
     def copied_parts(self, stored: StoredKV) -> tuple[Tensor, ...]:
-        """:meth:`split` if a copy of pages needs no conversion; else no tensors."""
+        """:meth:`split` and its dtypes if copies of pages need no conversion; else no tensors."""
         return ()
 
     def page_decoder(self) -> PageDecoder | None:
@@ -217,26 +206,32 @@ class ScaledFormat(KVFormat):
     :func:`hisparse.kernels.paged_attention` have to take.
     """
 
-    num_scales: ClassVar[int] = 2
-
     @property
     def name(self) -> str:
         return self.kv.kv_cache_dtype
+
+    @cached_property
+    def parts(self) -> tuple[StoredPart, ...]:
+        return (*super().parts, StoredPart("scales", 2, torch.uint8))
+
+    @classmethod
+    def scaled_name(cls, kv_cache_dtype: str) -> str | None:
+        return kv_cache_dtype
 
     @property
     def dense_token_bytes(self) -> int:
         if self.sglang_dtype is None:
             return super().dense_token_bytes
         # SGLang stores no scales.
-        return self.token_bytes - self.num_scales * self.kv.num_kv_heads * self.kv.num_layers
+        return self.token_bytes - self.parts[-1].width * self.kv.num_kv_heads * self.kv.num_layers
 
     def encode(self, k: Tensor, v: Tensor) -> StoredKV:
         return quantize(k, v, self.dtype)
 
     def decode(self, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
         if out is None:
-            k, v = (torch.empty(x.shape, dtype=self.kv.dtype, device=x.device) for x in stored.kv)
-            out = PagedKV(k, v)
+            shapes = [(x.shape, self.kv.dtype) for x in stored.kv]
+            out = PagedKV(*new_tensors("decode", shapes, stored.k.device))
         dequantize(stored, out)
         return out
 

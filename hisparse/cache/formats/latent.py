@@ -18,12 +18,14 @@ class LatentFormat(KVFormat):
     """The value is the first columns of the key; one latent serves all query heads."""
 
     scopes: ClassVar[tuple[SelectionScope, ...]] = ("layer", "kv_head")
-    replicated = True
     attention_name = "latent attention (MLA)"
 
     @cached_property
     def parts(self) -> tuple[StoredPart, ...]:
         return (StoredPart("k", self.key_width, self.dtype),)
+
+    def num_shards(self, ranks: int) -> int:
+        return 1  # Every rank stores all of it, because all heads share one latent.
 
     def join(self, tensors: Sequence[Tensor]) -> StoredKV:
         (k,) = tensors
@@ -35,4 +37,4 @@ class LatentFormat(KVFormat):
 
 @LATENT_FORMATS.register("auto")
 class Latent(LatentFormat, Plain):
-    """Nothing is converted."""
+    """Latents in the model's dtype, as the model computes them."""

@@ -12,7 +12,7 @@ from hisparse.adapters import Attended, BackendAdapter, merge_attended
 from hisparse.cache.formats.base import Attend, PageDecoder
 from hisparse.cache.formats.latent import LatentFormat
 from hisparse.config import LATENT_FORMATS
-from hisparse.kernels import LatentRow, decode_latents, encode_latents
+from hisparse.kernels import HostKeys, LatentRow, decode_latents, encode_latents
 from hisparse.types import AttentionRule, PagedKV, StoredKV
 
 
@@ -36,7 +36,8 @@ class LatentFP8(LatentFormat):
     @property
     def dense_token_bytes(self) -> int:
         # SGLang stores those of DeepSeek-V3.2 in the same bytes, and only codes of others.
-        return self.token_bytes if self.kv.index_head_dim else self.kv.num_layers * self.row.width
+        indexed, layers = self.kv.num_indexers, self.kv.num_layers
+        return indexed * self.row.num_bytes + (layers - indexed) * self.row.width
 
     def encode(self, k: Tensor, v: Tensor) -> StoredKV:
         return self.join([encode_latents(k, self.row)])
@@ -65,6 +66,9 @@ class LatentFP8(LatentFormat):
             out = PagedKV(k, k[..., : self.row.rank])
         decode_latents(pages, table, self.row, out.k.view(len(table), -1, self.row.width))
         return out
+
+    def host_keys(self, stored: StoredKV) -> HostKeys:
+        return HostKeys(stored.k, row=self.row)
 
     def attend_with(self, adapter: BackendAdapter, max_pages: int) -> Attend:
         return partial(self._attend, adapter, max_pages)

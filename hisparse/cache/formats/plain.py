@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cache.formats.base import KVFormat
 from hisparse.config import KV_FORMATS
 from hisparse.types import PagedKV, StoredKV
@@ -13,7 +12,7 @@ from hisparse.types import PagedKV, StoredKV
 
 @KV_FORMATS.register("auto")
 class Plain(KVFormat):
-    """Nothing is converted."""
+    """Stores K and V as the model computes them."""
 
     captured_launches = 0
     decoded_token_bytes = 0
@@ -33,13 +32,6 @@ class Plain(KVFormat):
         return None
 
     def decode(self, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
-        return stored.kv
-
-    @classmethod
-    def serves(cls, algorithm: type[BaseSparseAlgorithm]) -> bool:
-        return True
-
-    def in_place(self, stored: StoredKV) -> PagedKV:
         return stored.kv
 
     def copied_parts(self, stored: StoredKV) -> tuple[Tensor, ...]:

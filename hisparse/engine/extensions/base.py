@@ -59,7 +59,7 @@ class Components:
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """Tensors of the algorithm and of all extensions, by name."""
+        """Representations of the algorithm and all extensions: name to tensor, in their dtypes."""
         return self.representations.tensors
 
 
@@ -82,6 +82,8 @@ class Extension:
     options_type: ClassVar[type[Any]]
     #: The extension's counters on the device: name to description, for the metrics.
     counters: ClassVar[Mapping[str, str]] = {}
+    #: As an algorithm's, for the tensors of :meth:`state`.
+    store_version: ClassVar[int | None] = None
     #: Whether the extension works only in a process that has all layers of the model.
     needs_all_layers: ClassVar[bool] = False
 
@@ -116,7 +118,7 @@ class Extension:
 
         Args:
             layer_id: layer number.
-            keys, values: ``[P, S, Hkv, D]``. On a GPU, entries without a page are uninitialised.
+            keys, values: ``[P, S, Hkv, D]``, model's dtype; without a page, uninitialised on a GPU.
             host_pages: ``[P]``, int32 in prefill and int64 in decode; the padding page 0 for
                 entries without a page.
         """
@@ -149,7 +151,7 @@ class Extension:
 
         Args:
             layer_id: number of a layer that selects.
-            queries: ``[B, Hq, D]``, before the softmax scale.
+            queries: ``[B, Hq, D]``, model's dtype, before the softmax scale.
             selection: the selection so far.
             step: the requests that attend sparsely.
         """
@@ -176,10 +178,10 @@ class Extension:
 
         Args:
             layer_id: layer number.
-            queries: ``[R, Q, D]``, the Q query heads of each row.
+            queries: ``[R, Q, D]``, model's dtype, before the softmax scale; Q heads of each row.
             selection: the attended pages.
             step: the requests that attend sparsely.
-            attended: out ``[R, Q, Dv]``, lse ``[R, Q]``.
+            attended: out ``[R, Q, Dv]``, natural log-sum-exp ``[R, Q] float32``.
         """
         return attended
 

@@ -37,6 +37,7 @@ class TailEstimate(Extension):
     """Keeps the mean key and value of each page, and attends over those of unselected pages."""
 
     options_type: ClassVar[type[Any]] = TailEstimateOptions
+    store_version: ClassVar[int | None] = 1
 
     @classmethod
     def check(cls, options: TailEstimateOptions, config: HiSparseConfig) -> None:
@@ -65,7 +66,10 @@ class TailEstimate(Extension):
         return [TableLimits(heads, rows, context_pages, queries, stored_heads, 1)]
 
     def store_pages(self, layer_id: int, keys: Tensor, values: Tensor, host_pages: Tensor) -> None:
-        """Store means of complete pages: ``keys, values [P, S, Hkv, D]``, ``host_pages [P]``."""
+        """Store means of complete pages.
+
+        ``keys, values [P, S, Hkv, D]``, any float dtype; ``host_pages [P]``, int32 or int64.
+        """
         for name, tokens in ((_MEAN_K, keys), (_MEAN_V, values)):
             if name in self.context.state:
                 means = self.context.state[name][layer_id]
@@ -79,7 +83,10 @@ class TailEstimate(Extension):
         step: DecodeStep,
         attended: Attended,
     ) -> Attended:
-        """Merge attention over the means of the unselected full pages: ``queries [R, Q, D]``."""
+        """Merge attention over the means of the unselected full pages.
+
+        ``queries [R, Q, D]``, model's dtype; the merged output is float32.
+        """
         return merge_attended(attended, self._estimate(layer_id, queries, selection, step))
 
     def _estimate(

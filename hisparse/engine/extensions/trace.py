@@ -49,7 +49,7 @@ class TraceOptions:
     max_bytes: MemorySize = "1GiB"
     note: str = ""
 
-    #: The option that a text alone sets.
+    #: The option that a text sets.
     text_option: ClassVar[str] = "path"
 
     def __post_init__(self) -> None:

@@ -17,7 +17,19 @@ __all__ = ["chunk_attention", "paged_attention"]
 
 def _pages_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     check_scales("kv.scales", tensors["kv.k"], tensors["kv.scales"])
-    check_divides("kv.k", sizes["Hr"], sizes["Q"])
+    rows = sizes["heads"]
+    if rows == 1:
+        check_divides("kv.k", sizes["Hs"], sizes["Q"])
+    elif rows < 1 or sizes["R"] % rows or not sizes["Hs"] or rows % sizes["Hs"]:
+        raise KernelError(
+            f"heads: got {rows}, expected 1, or a multiple of the {sizes['Hs']} heads of kv.k that "
+            f"divides the {sizes['R']} rows"
+        )
+    elif tensors["query"].device.type != "cpu":
+        raise KernelError(
+            f"heads: got {rows} on {tensors['query'].device}, expected 1, because only a CPU "
+            "attends rows of one head over pages of all"
+        )
 
 
 def _keys_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -33,28 +45,29 @@ def _keys_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
 PAGED_ATTENTION = Operation(
     __name__,
     "paged_attention",
-    Arg("query", FLOATS, "R Q Dk", layout="all"),
-    Arg("kv.k", STORED, "N Hr S Dk", layout="any"),
-    Arg("kv.v", "kv.k", "N Hr S Dv", layout="any"),
-    Arg("kv.scales", torch.uint8, "N Hr S 2", optional=True, layout="any"),
-    Arg("page_table", torch.int32, "R P", layout="any"),
-    Arg("seq_lens", torch.int32, "R", layout="any"),
-    results=(Result("query", "R Q Dv"), Result("query", "R Q")),
-    cpu=lambda call, query, kv, table, seq_lens, rule: call(
-        scaled_query(query, rule.scale), *kv, table, seq_lens, rule.logit_cap, rule.window
+    Arg("query", "R Q Dk", *FLOATS, layout="all"),
+    Arg("kv.k", "N! Hs S! Dk", *STORED, layout="any"),
+    Arg("kv.v", "N Hs S Dv", like="kv.k", layout="any"),
+    Arg("kv.scales", "N Hs S 2", torch.uint8, optional=True, layout="any"),
+    Arg("page_table", "R P", torch.int32, layout="any"),
+    Arg("seq_lens", "R", torch.int32, layout="any"),
+    results=(Result(torch.float32, "R Q Dv"), Result(torch.float32, "R Q")),
+    values=("heads",),
+    cpu=lambda call, query, kv, table, seq_lens, rule, heads=1: call(
+        query, *kv, table, seq_lens, rule.scale, rule.logit_cap, rule.window, heads
     ),
     also=_pages_fit,
 )
 CHUNK_ATTENTION = Operation(
     __name__,
     "chunk_attention",
-    Arg("query", FLOATS, "T Hq Dk", layout="all"),
-    Arg("k", FLOATS, "Tk Hkv Dk", layout="any"),
-    Arg("v", "k", "Tk Hkv Dv", layout="any"),
-    results=(Result("query", "T Hq Dv"), Result("query", "T Hq")),
+    Arg("query", "T Hq Dk", *FLOATS, layout="all"),
+    Arg("k", "Tk Hkv Dk", *FLOATS, layout="any"),
+    Arg("v", "Tk Hkv Dv", like="k", layout="any"),
+    results=(Result(torch.float32, "T Hq Dv"), Result(torch.float32, "T Hq")),
     values=("causal", "first_key"),
     cpu=lambda call, query, k, v, causal, rule, first_key: call(
-        scaled_query(query, rule.scale), k, v, causal, rule.logit_cap, rule.window, first_key
+        query.float(), k, v, causal, rule.scale, rule.logit_cap, rule.window, first_key
     ),
     also=_keys_fit,
 )
@@ -67,32 +80,34 @@ def paged_attention(
     seq_lens: Tensor,
     *,
     rule: AttentionRule = UNSCALED,
+    heads: int = 1,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attend one query token per row over the pages of that row.
 
     Args:
-        query: ``[R, Q, Dk]`` float32, bfloat16 or float16; Q is a multiple of Hr, query heads of
+        query: ``[R, Q, Dk]`` float32, bfloat16 or float16; Q is a multiple of Hs, query heads of
             one KV head side by side.
-        kv: ``[N, Hr, S, D]`` pages; float8_e4m3fn or int8 if there are scales, else float32,
+        kv: ``[N, Hs, S, D]`` pages; float8_e4m3fn or int8 if there are scales, else float32,
             bfloat16 or float16.
         page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens`` or before the window
             are not read.
-        seq_lens: ``[R] int32``, tokens to attend; every page but the last one is full.
+        seq_lens: ``[R] int32``, tokens to attend, at most P * S; every page but the last is full.
         rule: scale and cap, which are applied to the logits in float32, and window: a row attends
             only the last ``window`` of its tokens.
+        heads: rows of a request. If more than 1, row r attends only head ``r % heads * Hs //
+            heads`` of its pages, and Q is any number. On a CPU, not by Triton.
 
     Returns:
         out ``[R, Q, Dv]``, float32 or, on a GPU, in the query's dtype; and the natural log of the
         sum of exponentials of the logits ``[R, Q] float32``, -inf for a row without tokens. A
         float32 query is attended in float32 throughout.
-
-    Raises:
-        KernelError: a page is not in the pool.
     """
     stored = StoredKV(*kv)
-    run = PAGED_ATTENTION(impl, query, *stored, page_table, seq_lens)
-    out, lse = run(query, stored, page_table, seq_lens, rule)
+    run = PAGED_ATTENTION(impl, query, *stored, page_table, seq_lens, values=(heads,))
+    # Triton's kernel has no such argument.
+    more = () if heads == 1 else (heads,)
+    out, lse = run(query, stored, page_table, seq_lens, rule, *more)
     return out, lse
 
 
@@ -133,8 +148,3 @@ def chunk_attention(
         rule = AttentionRule(rule.scale, rule.logit_cap)
     out, lse = run(query, k, v, causal, rule, first_key)
     return out, lse
-
-
-def scaled_query(query: Tensor, scale: float) -> Tensor:
-    """``query`` in float32, times ``scale``; the tensor itself if neither changes it."""
-    return query.float() if scale == 1 else query.float() * scale

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from hisparse.kernels.attention.op import scaled_query
 from hisparse.kernels.quantize.reference import read_scales
 from hisparse.types import AttentionRule, StoredKV
 
@@ -17,17 +16,23 @@ def paged_attention(
     page_table: Tensor,
     seq_lens: Tensor,
     rule: AttentionRule,
+    heads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`."""
-    query = scaled_query(query, rule.scale)
+    query = query.float() * rule.scale
     rows, num_pages = page_table.shape
-    heads, page_size = kv.k.shape[1:3]
+    stored_heads, page_size = kv.k.shape[1:3]
     pages = page_table.clamp(min=0).flatten()
-    k, v = (_gather(pages_kv, pages, rows).float() for pages_kv in kv.kv)
-    if kv.scales is not None:
-        scales = read_scales(_gather(kv.scales, pages, rows))
-        k, v = k * scales[..., :1], v * scales[..., 1:]
-    logits = cap_logits(query.unflatten(1, (heads, -1)) @ k.transpose(-1, -2), rule.logit_cap)
+    k, v, *scales = (_gather(each, pages, rows) for each in kv.tensors)
+    k, v = k.float(), v.float()
+    if scales:
+        factors = read_scales(scales[0])
+        k, v = k * factors[..., :1], v * factors[..., 1:]
+    if heads > 1:  # Each row has one head of its pages.
+        row = torch.arange(rows, device=query.device)
+        own = row % heads * stored_heads // heads
+        k, v = (each[row, own][:, None] for each in (k, v))
+    logits = cap_logits(query.unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2), rule.logit_cap)
     token = torch.arange(num_pages * page_size, device=query.device)
     absent = token >= seq_lens[:, None]
     if rule.window:
@@ -43,7 +48,7 @@ def paged_attention(
 
 
 def _gather(pages_kv: Tensor, pages: Tensor, rows: int) -> Tensor:
-    """``[N, Hr, S, D]`` at ``[R * P]`` -> ``[R, Hr, P * S, D]``."""
+    """``[N, Hs, S, D]`` at ``[R * P]`` -> ``[R, Hs, P * S, D]``."""
     taken = pages_kv.index_select(0, pages).unflatten(0, (rows, -1))
     tokens: Tensor = taken.transpose(1, 2).flatten(2, 3)
     return tokens
@@ -58,7 +63,7 @@ def chunk_attention(
     first_key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.chunk_attention`."""
-    query = scaled_query(query, rule.scale)
+    query = query.float() * rule.scale
     tokens, num_keys = query.shape[0], k.shape[0]
     out = query.new_empty(*query.shape[:2], v.shape[-1])
     lse = query.new_empty(query.shape[:2])
@@ -87,5 +92,5 @@ def chunk_attention(
 
 
 def cap_logits(logits: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(logits / cap)`` in place, or the logits as they are if ``cap`` is 0."""
+    """``cap * tanh(logits / cap)`` in place; any shape and float dtype; nothing if ``cap`` is 0."""
     return logits.div_(cap).tanh_().mul_(cap) if cap else logits

@@ -27,6 +27,7 @@ from hisparse.kernels.triton_common import (
     LARGEST_SHARED,
     cap_logits,
     dot_block,
+    existing,
     key_blocks,
     require_dense_rows,
     rounded,
@@ -110,7 +111,7 @@ def paged_attention(
         (page_table, *page_table.stride(), seq_lens),
         (out, lse),
         (lse.new_empty(*shape, value), lse.new_empty(shape), arrivals),
-        (rule.scale, queries, splits),
+        (rule.scale, queries, splits, page_table.shape[1] * const.size, kv.k.shape[0]),
         const._replace(tokens=tokens, split=splits > 1),
         **options,
     )
@@ -166,7 +167,11 @@ def launch_options(
         return 32, {"num_warps": 8, "num_stages": 2}
     if width > 128:
         return 32, {"num_warps": 8, "num_stages": 3}
-    return 16 if dtype == torch.float32 else 64, {"num_warps": 4, "num_stages": 3}
+    if dtype == torch.float32:
+        # As in chunk_options: Triton 3.6 would spill for sm_100.
+        return 16, {"num_warps": 4, "num_stages": 3, "maxnreg": 255}
+    # For int8 and sm_90 ptxas would spill 20 bytes, to run three blocks at once.
+    return 64, {"num_warps": 4, "num_stages": 3} | ({"maxnreg": 255} if dtype == torch.int8 else {})
 
 
 @triton.jit
@@ -194,13 +199,14 @@ def _load_scale(place, live):
 
 
 @triton.jit
-def _load_pages(entries, stride, token, start, end, const: tl.constexpr):
+def _load_pages(entries, token, start, end, const: tl.constexpr):
     """Load the pages of a step's tokens, which begin at ``start``: one where all are in one."""
+    table, stride, count = entries
     if const.size % const.tokens == 0:
-        pages = tl.load(entries + start // const.size * stride, mask=start < end, other=0)
+        page = tl.load(table + start // const.size * stride, mask=start < end, other=0)
     else:
-        pages = tl.load(entries + token // const.size * stride, mask=token < end, other=0)
-    return pages
+        page = tl.load(table + token // const.size * stride, mask=token < end, other=0)
+    return existing(page, count)
 
 
 @triton.jit
@@ -310,7 +316,7 @@ def _attend_kernel(
     rows,  # page table [R, P], and its strides; tokens of each row [R]
     results,  # out [R, Q, Dv] and lse [R, Q]
     partials,  # of splits: [R, splits, Q, Dv], [R, splits, Q]; counters [R, blocks of queries], 0
-    numbers,  # softmax scale, Q, splits
+    numbers,  # softmax scale, Q, splits, tokens of the page table, N
     const: tl.constexpr,
 ):
     table, table_row, table_entry, seq_lens = rows
@@ -325,13 +331,13 @@ def _attend_kernel(
     asked = block + tl.arange(0, QUERIES) < const.group
     own = head * const.group + block + tl.arange(0, QUERIES)
     q = _load_queries(query, row, own, asked, narrow, const)
-    begin, end, oldest = range_of_split(tl.load(seq_lens + row), split, numbers[2], const)
+    begin, end, oldest = range_of_split(tl.load(seq_lens + row), split, numbers, const)
     highest = tl.full((QUERIES,), -float("inf"), tl.float32)
     # Added up over the tokens of a step at the end: a sum over threads in each step costs barriers.
     totals = tl.zeros((QUERIES, TOKENS), tl.float32)
     acc = tl.zeros((QUERIES, VALUE_BLOCK), tl.float32)
-    entries, step = table + row * table_row, tl.arange(0, TOKENS)
-    page = _load_pages(entries, table_entry, begin + step, begin, end, const)
+    entries, step = (table + row * table_row, table_entry, numbers[4]), tl.arange(0, TOKENS)
+    page = _load_pages(entries, begin + step, begin, end, const)
     for start in range(begin, end, TOKENS):
         token = start + step
         live = (token >= oldest) & (token < end) if const.window > 0 else token < end
@@ -340,7 +346,7 @@ def _attend_kernel(
         at = page.to(tl.int64)
         # A step ahead: the keys' addresses are known before the step, so that they can be fetched
         # while the steps before it compute.
-        page = _load_pages(entries, table_entry, token + TOKENS, start + TOKENS, end, const)
+        page = _load_pages(entries, token + TOKENS, start + TOKENS, end, const)
         logits, v = _load_step(q, pages, head, at, inside, live, const)
         logits *= numbers[0]
         if const.scaled:

@@ -110,7 +110,7 @@ def chunk_options(
     if width > 256:
         return (32, 32), {"num_warps": 8, "num_stages": stages}
     if width > 128:
-        return (64, 32), {"num_warps": 8, "num_stages": stages}
+        return (64, 32), {"num_warps": 8, "num_stages": stages, "maxnreg": 255}
     return (128, 32), {"num_warps": 8, "num_stages": 3}
 
 

@@ -66,14 +66,14 @@ def arrival_counters(count: int, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def range_of_split(length, split, splits, const: tl.constexpr):
+def range_of_split(length, split, numbers, const: tl.constexpr):
     """The first token of a split, the one after its last, and the oldest that is attended."""
-    oldest, base = 0, 0
+    length, oldest, base = tl.minimum(length, numbers[3]), 0, 0
     if const.window > 0:
         # Steps begin at multiples of their tokens, so that a step's pages are whole.
         oldest = tl.maximum(length - const.window, 0)
         base = oldest // const.tokens * const.tokens
-    share = tl.cdiv(tl.cdiv(length - base, splits), const.tokens) * const.tokens
+    share = tl.cdiv(tl.cdiv(length - base, numbers[2]), const.tokens) * const.tokens
     begin = base + split * share
     return begin, tl.minimum(begin + share, length), oldest
 
@@ -102,7 +102,7 @@ def merge_last(
     results,  # out [R, Q, Dv] and lse [R, Q]
     partials,  # of splits: [R, splits, Q, Dv], [R, splits, Q]; those that ended [R, blocks]
     block,  # the row, the first query, and a count of queries that may be beyond the last
-    numbers,  # softmax scale, Q, splits
+    numbers,  # softmax scale, Q, splits, tokens of the page table, N
     const: tl.constexpr,
 ):
     """Merge the splits of a block of queries in the program that ends last.

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,23 +26,30 @@ def build_kernels(device: str) -> None:
         cpu_library()
 
 
-def build_all(archs: Sequence[str] = ()) -> dict[str, Path | str]:
+class Built(NamedTuple):
+    """A library, or one line that says why there is none."""
+
+    path: Path | None = None
+    why_not: str = ""
+
+
+def build_all(archs: Sequence[str] = ()) -> dict[str, Built]:
     """Build all libraries ahead of time: "cpu", and "cuda sm_XX" for each of ``archs``.
 
     Args:
         archs: such as "sm_90"; that of the current device, if there is one, when empty.
 
     Returns:
-        For each library its path, or one line that says why there is none.
+        Each library by name.
     """
     if not archs and torch.cuda.is_available():
         archs = [device_arch()]
     builds: dict[str, Callable[[], Path]] = {"cpu": build_cpu}
     builds |= {f"cuda {arch}": functools.partial(build_cuda, arch) for arch in archs}
-    built: dict[str, Path | str] = {}
+    built: dict[str, Built] = {}
     for name, build in builds.items():
         try:
-            built[name] = build()
+            built[name] = Built(build())
         except (ImportError, OSError, CannotBuildError) as error:
-            built[name] = str(error)
+            built[name] = Built(why_not=str(error))
     return built

@@ -87,5 +87,5 @@ def _read(path: Path) -> bytes:
     """Bytes of a file of this user; a link, which may lead to another's, is not followed."""
     with open(path, "rb", opener=open_private) as file:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
-            raise PermissionError(f"{path} is not a file of this user")
+            raise PermissionError(f"got {path} of another user, expected your own: remove it")
         return file.read()

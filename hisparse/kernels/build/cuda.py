@@ -41,10 +41,12 @@ def _load() -> tuple[Any | None, str | None]:
         import tvm_ffi
 
         return tvm_ffi.load_module(str(build_cuda())), None
-    except (ImportError, OSError, RuntimeError, CannotBuildError) as error:
-        reason = str(error) if isinstance(error, CannotBuildError) else one_line(error)
-        logger.warning("CUDA kernels are off, PyTorch's operators do their work: %s", reason)
-        return None, reason
+    except CannotBuildError as error:
+        reason = str(error)
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = one_line(error)
+    logger.warning("CUDA kernels are off, PyTorch's operators do their work: %s", reason)
+    return None, reason
 
 
 def call_cuda(name: str, *arguments: object) -> Any:

@@ -22,18 +22,18 @@ def _scales_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
 
 #: What scores take: T new tokens, of one prompt or each of another request, and stored keys.
 _SCORED = (
-    Arg("new.queries", FLOATS, "T Hi Di"),
-    Arg("new.keys", FLOATS, "T Di"),
-    Arg("new.weights", FLOATS, "T Hi"),
-    Arg("keys", _KEY_DTYPES, "pages Di"),
+    Arg("new.queries", "T Hi Di", *FLOATS),
+    Arg("new.keys", "T Di", *FLOATS),
+    Arg("new.weights", "T Hi", *FLOATS),
+    Arg("keys", "pages! Di", *_KEY_DTYPES),
 )
-_SCALES = Arg("scales", torch.float32, "pages", optional=True)
+_SCALES = Arg("scales", "pages", torch.float32, optional=True)
 INDEX_SCORE = Operation(
     __name__,
     "index_score",
     *_SCORED,
-    Arg("host_page_table", torch.int32, "T P"),
-    Arg("num_pages", torch.int32, "T"),
+    Arg("host_page_table", "T P", torch.int32),
+    Arg("num_pages", "T", torch.int32),
     _SCALES,
     also=_scales_fit,
 )
@@ -41,18 +41,18 @@ CHUNK_INDEX_SCORE = Operation(
     __name__,
     "chunk_index_score",
     *_SCORED,
-    Arg("host_page_table", torch.int32, "P"),
-    Arg("num_tokens", torch.int32, "T"),
+    Arg("host_page_table", "P", torch.int32),
+    Arg("num_tokens", "T", torch.int32),
     _SCALES,
     also=_scales_fit,
 )
 STORE_INDEX_KEYS = Operation(
     __name__,
     "store_index_keys",
-    Arg("new", FLOATS, "T Di"),
-    Arg("keys", _KEY_DTYPES, "pages Di", written=True),
-    Arg("host_pages", (torch.int32, torch.int64), "T"),
-    Arg("scales", torch.float32, "pages", optional=True, written=True, layout="all"),
+    Arg("new", "T Di", *FLOATS),
+    Arg("keys", "pages Di", *_KEY_DTYPES, written=True),
+    Arg("host_pages", "T", torch.int32, torch.int64),
+    Arg("scales", "pages", torch.float32, optional=True, written=True, layout="all"),
     also=_scales_fit,
 )
 
@@ -104,10 +104,10 @@ def chunk_index_score(
     Args:
         new: inputs of T tokens: ``queries [T, Hi, Di]``, ``keys [T, Di]``, which are not read, and
             ``weights [T, Hi]``, float32, bfloat16 or float16.
-        keys: as for :func:`index_score`.
+        keys: ``[host pages, Di]`` float32, bfloat16 or float8_e4m3fn.
         host_page_table: ``[P] int32``, of all tokens of the prompt.
         num_tokens: ``[T] int32``, tokens that each of the T attends, at most P.
-        scales: as for :func:`index_score`.
+        scales: ``[host pages] float32``, as for :func:`index_score`.
 
     Returns:
         ``[T, 1, P] float32``, higher is kept; scores from ``num_tokens`` on mean nothing.
@@ -130,13 +130,10 @@ def store_index_keys(
     Args:
         new: ``[T, Di]`` float32, bfloat16 or float16.
         keys: ``[host pages, Di]`` float32, bfloat16 or float8_e4m3fn. Written to.
-        host_pages: ``[T]`` int32 or int64, entry of ``keys`` for each token. A GPU skips 0, the
-            padding page. If an entry stands twice, either token may win.
+        host_pages: ``[T]`` int32 or int64, entry of ``keys`` for each token; -1 is skipped, and a
+            GPU skips 0 too, the padding page. If an entry stands twice, either token may win.
         scales: ``[host pages] float32``, contiguous, factors of the keys. Written to.
             float8_e4m3fn needs them, the other dtypes have none.
-
-    Raises:
-        KernelError: the scales are not contiguous, or the rows of ``keys`` are not dense.
     """
     run = STORE_INDEX_KEYS(impl, new, keys, host_pages, scales)
     run(new, keys, host_pages, scales)

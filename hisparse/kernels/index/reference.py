@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hisparse.kernels.summary.reference import exponent_within_448
+from hisparse.kernels.summary.reference import exponent_within_448, stored_pages
 from hisparse.types import IndexerInputs
 
 #: Products q.k per block, over all heads of the indexer: a block fits the processor's cache.
@@ -68,14 +68,15 @@ def _scores(
 
 def store_index_keys(new: Tensor, keys: Tensor, host_pages: Tensor, scales: Tensor | None) -> None:
     """See :func:`hisparse.kernels.store_index_keys`."""
-    new = new.float()
+    token, page = stored_pages(host_pages)
+    new = new[token].float()
     if scales is not None:
         largest = new.abs().amax(-1).clamp_(min=1e-4)
         # Dividing by a power of two is exact.
         scale = (exponent_within_448(largest) << 23).view(torch.float32)
-        scales[host_pages] = scale
+        scales[page] = scale
         new = new / scale[:, None]
-    keys[host_pages] = new.to(keys.dtype)
+    keys[page] = new.to(keys.dtype)
 
 
 def stored_to_float(keys: Tensor) -> Tensor:

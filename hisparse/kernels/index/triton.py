@@ -12,6 +12,7 @@ from hisparse.kernels.triton_common import (
     INTERPRETED,
     dot_block,
     dot_parts,
+    existing,
     from_e4m3,
     num_parts,
     power_of,
@@ -72,7 +73,7 @@ def index_score(
         ),
         (host_page_table, *host_page_table.stride(), num_pages.contiguous()),
         scores,
-        width,
+        (width, keys.shape[0]),
         _ScoreConstants(
             heads=heads,
             heads_block=dot_block(heads),
@@ -139,18 +140,19 @@ def _score_kernel(
     keys,  # [host pages, Di], and its stride of pages; scales [host pages], if there are any
     host_pages,  # [B, P], and its strides; tokens of each request [B]
     scores,  # [B, 1, P]
-    width,
+    shape,  # P, host pages
     const: tl.constexpr,
 ):
     query_data, query_token, query_head, query_dim = queries
     weight_data, weight_token, weight_head = weights
     key_data, key_page, scales = keys
     table, stride_table, stride_entry, num_pages = host_pages
+    width, num_keys = shape
     TOKENS: tl.constexpr = const.tokens
     block, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     page = block * TOKENS + tl.arange(0, TOKENS)
     target = scores + request * width + page
-    count = tl.load(num_pages + request)
+    count = tl.minimum(tl.load(num_pages + request), width)
     # A captured step has programs for the longest context.
     if block * TOKENS > count:
         return
@@ -162,7 +164,7 @@ def _score_kernel(
     weight = tl.load(place, mask=head < const.heads, other=0.0).to(tl.float32)
     # Stored keys; what is read in place of absent ones is discarded.
     entry = table + request * stride_table + page * stride_entry
-    host_page = tl.load(entry, mask=page < count, other=0).to(tl.int64)
+    host_page = existing(tl.load(entry, mask=page < count, other=0), num_keys).to(tl.int64)
     found = _products(q, weight, key_data + host_page * key_page, const)
     if const.fp8:
         found *= tl.load(scales + host_page)
@@ -188,7 +190,7 @@ def _products(q, weight, rows, const: tl.constexpr):
     products = tl.zeros((rows.shape[0], weight.shape[0]), tl.float32)
     factor = weight
     if const.fp8:
-        up, down = power_of(tl.max(tl.abs(q), axis=1), 14)
+        up, down = power_of(tl.max(tl.abs(q), axis=1))
         q *= up[:, None]
         # The 2^8 are those that from_e4m3 leaves out.
         factor = weight * down * (256.0 if const.as_bytes else 1.0)

@@ -17,10 +17,8 @@ from hisparse.kernels.operation import Operation
 __all__ = [
     "DecodeRows",
     "DiffTables",
-    "LruDiff",
     "RowState",
     "diff_tables",
-    "lru_diff",
     "verify_diff",
 ]
 
@@ -51,30 +49,13 @@ class RowState(NamedTuple):
         return RowState(*each, None if index is None else index[layer_id])
 
 
-class LruDiff(NamedTuple):
-    """Hits, misses and loads of one step; int32, -1 padded.
-
-    Attributes:
-        curr_device_slots: ``[R, K]``, row-local slot of each selected page, hit or miss.
-        load_host_pages: ``[R, K]``, host pages of the misses, in order of first occurrence.
-        load_device_slots: ``[R, K]``, row-local slot that each miss is loaded to.
-        num_hits: ``[R]``, unique pages that were resident.
-        num_misses: ``[R]``, unique pages that were not.
-    """
-
-    curr_device_slots: Tensor
-    load_host_pages: Tensor
-    load_device_slots: Tensor
-    num_hits: Tensor
-    num_misses: Tensor
-
-
 class DecodeRows(NamedTuple):
     """The rows of a decode step in one layer; row ``r`` belongs to request ``r // (R // T)``.
 
     Attributes:
-        rows: ``[R] int64``, state row of each row; twice as in :func:`hisparse.kernels.lru_diff`.
-        capacity: ``[R] int32``, slots of each row.
+        rows: ``[R] int64``, state row of each row. Requests with the same state rows follow each
+            other, and are served in that order. On CUDA no row stands twice.
+        capacity: ``[R] int32``, slots of each row, at least the unique pages of its selection.
         num_real_rows: ``[1] int32``; rows from there on are padding.
         host_page_table: ``[T, Pmax] int32``, host page of each page index.
         num_pages: ``[T] int32``, full pages of each request; a selection names no others.
@@ -82,8 +63,9 @@ class DecodeRows(NamedTuple):
         tail_lens: ``[R] int32``, tokens in the tail page.
         dense: ``[T] bool``, requests that attend every page, whatever is selected for them; None:
             no request does.
-        malformed: ``[1] int64``, counts real rows whose selection is not ``lengths`` different
-            pages, then nothing but -1, and rows that cannot be served; None: they are not counted.
+        counts: ``[3] int64``, to which hits, misses and malformed rows are added: those whose
+            selection is not ``lengths`` different pages, then nothing but -1, and those that cannot
+            be served. Padding does not count. None: nothing is counted.
     """
 
     rows: Tensor
@@ -94,19 +76,21 @@ class DecodeRows(NamedTuple):
     tail_pages: Tensor
     tail_lens: Tensor
     dense: Tensor | None = None
-    malformed: Tensor | None = None
+    counts: Tensor | None = None
 
 
 class DiffTables(NamedTuple):
-    """What to attend and what to load; int32, -1 padded.
+    """What to attend and what to load; -1 padded.
 
     Attributes:
-        attended: ``[R, K + 1]``, device page of each selected page, then the row's tail page.
-        seq_lens: ``[R]``, tokens to attend; every page but the tail page is full.
-        loads: ``[R, K]``, device page that each miss is copied to.
-        load_host_pages: ``[R, K]``, host pages of the misses, in order of first occurrence.
-        num_hits: ``[R]``, unique pages that were resident.
-        num_misses: ``[R]``, unique pages that were not; -1 in rows that cannot be served.
+        attended: ``[R, K + 1] int32``, device page of each selected page, then the row's tail page.
+        seq_lens: ``[R] int32``, tokens to attend; every page but the tail page is full.
+        loads: ``[R, K] int32``, device page that each miss is copied to.
+        load_host_pages: ``[R, K] int32``, host pages of the misses, in order of first occurrence.
+        num_hits: ``[R] int32``, unique pages that were resident.
+        num_misses: ``[R] int32``, unique pages that were not; -1 in rows that cannot be served.
+        away: ``[R] int32``, pages that the row does not wait for, the first of ``load_host_pages``:
+            all its misses, which ``attended`` leaves out, or 0. None if all rows wait.
     """
 
     attended: Tensor
@@ -115,6 +99,22 @@ class DiffTables(NamedTuple):
     load_host_pages: Tensor
     num_hits: Tensor
     num_misses: Tensor
+    away: Tensor | None = None
+
+
+class WaitRule(NamedTuple):
+    """Which rows of :func:`diff_tables` wait for their misses; two times None: all do.
+
+    Attributes:
+        wait_below: ``[T] int32``, a row waits if it has fewer misses than this; dense ones always.
+        away: ``[R] int32``, receives :attr:`DiffTables.away`.
+    """
+
+    wait_below: Tensor | None = None
+    away: Tensor | None = None
+
+
+_ALL_WAIT = WaitRule()
 
 
 def tables(rows: str, *, pages_move: bool) -> tuple[Arg, ...]:
@@ -126,14 +126,26 @@ def tables(rows: str, *, pages_move: bool) -> tuple[Arg, ...]:
     """
     layout: Literal["any", "rows"] = "any" if pages_move else "rows"
     return (
-        Arg("slot_pages", _I32, f"{rows} C", written=True, layout="any"),
-        Arg("lru_order", _I32, f"{rows} C", written=True, layout="any"),
-        Arg("device_pages", _I32, f"{rows} C", written=pages_move, layout=layout),
-        Arg("page_slots", _I32, f"{rows} _", optional=True, written=True, layout="any"),
+        Arg("slot_pages", f"{rows} C", _I32, written=True, layout="any"),
+        Arg("lru_order", f"{rows} C", _I32, written=True, layout="any"),
+        Arg("device_pages", f"{rows} C", _I32, written=pages_move, layout=layout),
+        Arg("page_slots", f"{rows} _", _I32, optional=True, written=True, layout="any"),
     )
 
 
-def _rows_share_tables(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+def _selection_fits(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    selection, width = tensors["selection"], sizes["width"]
+    waits = tensors["wait_below"]
+    if waits is not None and waits.device.type != "cpu":
+        raise KernelError(
+            f"wait_below: got it on {waits.device}, expected none: on a GPU all rows wait"
+        )
+    if (selection is None) != (tensors["lengths"] is None):
+        raise KernelError("selection: got it without lengths or lengths without it, expected both")
+    if selection is None and width is None:
+        raise KernelError("width: got none without a selection, expected the most pages of a row")
+    if width is not None and width < (least := 0 if selection is None else selection.shape[1]):
+        raise KernelError(f"width: got {width}, expected at least {least}")
     rows, requests = sizes["R"], sizes["T"]
     if (rows % requests if requests else rows) != 0:
         raise KernelError(
@@ -141,26 +153,10 @@ def _rows_share_tables(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> 
         )
 
 
-def _selection_fits(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    selection, width = tensors["selection"], sizes["width"]
-    if (selection is None) != (tensors["lengths"] is None):
-        raise KernelError("selection: got it without lengths or lengths without it, expected both")
-    if selection is None and width is None:
-        raise KernelError("width: got none without a selection, expected the most pages of a row")
-    if selection is not None and width is not None and width < selection.shape[1]:
-        raise KernelError(f"width: got {width}, expected at least {selection.shape[1]}")
-    _rows_share_tables(tensors, sizes)
-
-
 def _scratch(state: RowState, rows: Tensor, width: int) -> Tensor:
     """``[R, bytes] uint8``; no bytes where shared memory is enough."""
-    num_bytes = call_cuda("lru_diff_scratch_bytes", state.slot_pages, width)
+    num_bytes = call_cuda("diff_tables_scratch_bytes", state.slot_pages, width)
     return rows.new_empty((rows.shape[0], num_bytes), dtype=torch.uint8)
-
-
-def _diff_on_cuda(call: Callable[..., Any], selection: Tensor, *tensors: Any) -> Any:
-    *_, state, rows, _ = tensors
-    return call(selection, *tensors, _scratch(state, rows, selection.shape[1]))
 
 
 def with_dense_requests(
@@ -168,15 +164,21 @@ def with_dense_requests(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write every page into the selections of dense requests.
 
+    Args:
+        selection: ``[R, K] int32``, page indices; None: all requests are dense.
+        lengths: ``[R] int32``, pages; None with ``selection``.
+        rows: the requests' rows.
+        width: pages of the result, at least K.
+
     Returns:
-        the selection ``[R, width]``, its lengths ``[R]``, and ``[R] bool``, rows of dense requests;
-        None: there are none.
+        the selection ``[R, width] int32``, its lengths ``[R] int32``, and ``[R] bool``, rows of
+        dense requests; None: there are none.
     """
     if selection is not None and selection.shape[1] < width:
         selection = pad(selection, (0, width - selection.shape[1]), value=-1)
     if selection is not None and lengths is not None and rows.dense is None:
         return selection, lengths, None
-    heads = rows.rows.shape[0] // max(len(rows.num_pages), 1)
+    heads = rows.rows.shape[0] // max(rows.num_pages.shape[0], 1)
     num_pages = rows.num_pages.repeat_interleave(heads)
     page = torch.arange(width, dtype=torch.int32, device=num_pages.device)
     every_page = torch.where(page < num_pages[:, None], page, -1)
@@ -193,53 +195,36 @@ def _tables_on_cpu(
     lengths: Tensor | None,
     rows: DecodeRows,
     state: RowState,
+    waits: WaitRule,
     page_size: int,
     width: int,
     tail_below: int,
+    admit: int,
 ) -> Any:
     """A row that lacks a page keeps its length: attention refuses the -1."""
     # C++ takes `dense` by row.
     selection, lengths, dense = with_dense_requests(selection, lengths, rows, width)
-    tensors = (selection, lengths, rows[:7], dense, rows.malformed, state)
-    return call(*tensors, page_size, tail_below, width)
+    tensors = (selection, lengths, *rows[:7], dense, rows.counts, *state, *waits)
+    return call(*tensors, page_size, tail_below, admit, width)
 
 
-LRU_DIFF = Operation(
-    __name__,
-    "lru_diff",
-    Arg("selection", _I32, "R K"),
-    Arg("host_page_table", _I32, "T Pmax"),
-    Arg("capacity", _I32, "R"),
-    Arg("num_real_rows", _I32, "1"),
-    *tables("NR", pages_move=False),
-    Arg("rows", _I64, "R"),
-    Arg("num_pages", _I32, "T", optional=True),
-    results=(  # Of `LruDiff`, in order.
-        Result(_I32, "R K"),
-        Result(_I32, "R K"),
-        Result(_I32, "R K"),
-        Result(_I32, "R"),
-        Result(_I32, "R"),
-    ),
-    cpu=True,
-    cuda=_diff_on_cuda,
-    also=_rows_share_tables,
-)
 DIFF_TABLES = Operation(
     __name__,
     "diff_tables",
-    Arg("selection", _I32, "R _", optional=True),
-    Arg("lengths", _I32, "R", optional=True),
-    Arg("rows", _I64, "R"),
-    Arg("capacity", _I32, "R"),
-    Arg("num_real_rows", _I32, "1"),
-    Arg("host_page_table", _I32, "T Pmax"),
-    Arg("num_pages", _I32, "T"),
-    Arg("tail_pages", _I32, "R"),
-    Arg("tail_lens", _I32, "R"),
-    Arg("dense", torch.bool, "T", optional=True),
-    Arg("malformed", _I64, "1", optional=True, written=True, layout="any"),
+    Arg("selection", "R _", _I32, optional=True),
+    Arg("lengths", "R", _I32, optional=True),
+    Arg("rows", "R", _I64),
+    Arg("capacity", "R", _I32),
+    Arg("num_real_rows", "1", _I32),
+    Arg("host_page_table", "T Pmax", _I32),
+    Arg("num_pages", "T", _I32),
+    Arg("tail_pages", "R", _I32),
+    Arg("tail_lens", "R", _I32),
+    Arg("dense", "T", torch.bool, optional=True),
+    Arg("counts", "3", _I64, optional=True, written=True, layout="any"),
     *tables("NR", pages_move=False),
+    Arg("wait_below", "T", _I32, optional=True),
+    Arg("away", "R", _I32, optional=True, written=True),
     results=(  # Of `DiffTables`, in order.
         Result(_I32, "R K+1"),
         Result(_I32, "R"),
@@ -251,11 +236,12 @@ DIFF_TABLES = Operation(
     on="rows",
     values=("width",),
     cpu=_tables_on_cpu,
-    cuda=lambda call, selection, lengths, rows, state, page_size, width, tail_below: call(
+    cuda=lambda call, selection, lengths, rows, state, waits, page_size, width, tail_below, _: call(
         selection,
         lengths,
-        rows,
-        state,
+        *rows,
+        *state,
+        *waits,
         _scratch(state, rows.rows, width),
         page_size,
         tail_below,
@@ -264,52 +250,6 @@ DIFF_TABLES = Operation(
     sizes=("K",),
     also=_selection_fits,
 )
-
-
-def lru_diff(
-    selection: Tensor,
-    host_page_table: Tensor,
-    capacity: Tensor,
-    num_real_rows: Tensor,
-    state: RowState,
-    *,
-    rows: Tensor | None = None,
-    num_pages: Tensor | None = None,
-    impl: str = "auto",
-) -> LruDiff:
-    """Find the resident ones of the selected pages, and choose the slots to load the others to.
-
-    This is the first half of :func:`diff_tables`. The engine calls only that; this one is for tests
-    and for ``hisparse bench lru-diff``.
-
-    The tables of ``state`` are updated in place: the order becomes survivors in their old order,
-    then slots just loaded in load order, then hits in their old order.
-
-    A row cannot be served if it has more unique pages than capacity, a page beyond its limit, or a
-    state row or slot that does not exist. C++ raises; CUDA leaves its tables as they are, with -1
-    as its entries, 0 hits and -1 misses. :func:`hisparse.kernels.verify_diff` reports such rows.
-
-    Args:
-        selection: ``[R, K] int32``, page indices; -1 and duplicates may stand anywhere.
-        host_page_table: ``[T, Pmax] int32``, host page of each page index; R is a multiple of T
-            and row r uses table row ``r // (R // T)``, so that heads share a request's table.
-        capacity: ``[R] int32``, slots of each row, at least the unique pages of its selection.
-        num_real_rows: ``[1] int32``; rows from there on are padding: -1 out, nothing changed.
-        state: tables of the layer.
-        rows: ``[R] int64``, state row of each row; the first R state rows if None. Requests with
-            the same state rows follow each other, and are served in that order. On CUDA no row
-            stands twice.
-        num_pages: ``[T] int32``, pages of each request; a row that selects others cannot be
-            served. None: Pmax for each.
-    """
-    if rows is None:
-        count, held = len(selection), len(state.slot_pages)
-        if count > held:
-            raise KernelError(f"slot_pages: got {held} rows, expected {count} or more")
-        rows = torch.arange(count, device=selection.device)
-    tensors = (selection, host_page_table, capacity, num_real_rows, *state, rows, num_pages)
-    run = LRU_DIFF(impl, *tensors)
-    return LruDiff(*run(*tensors[:4], state, rows, num_pages))
 
 
 def diff_tables(
@@ -321,13 +261,23 @@ def diff_tables(
     page_size: int,
     width: int | None = None,
     tail_below: int | None = None,
+    wait_below: Tensor | None = None,
+    admit: int | None = None,
     impl: str = "auto",
 ) -> DiffTables:
-    """:func:`hisparse.kernels.lru_diff`, and the device pages to attend and to load.
+    """Find the resident ones of the selected pages, and choose the slots to load the others to.
 
-    On a GPU, a row whose selection cannot be served, or lacks a page at one of the first
-    ``lengths`` entries, attends only its tail page. On a CPU the first is an error here, and the
-    second one in attention.
+    The tables of ``state`` are updated in place: the order becomes survivors in their old order,
+    then slots just loaded in load order, then hits in their old order.
+
+    A row cannot be served if it has more unique pages than capacity, a page beyond its request's,
+    or a state row or slot that does not exist. On a CPU that is an error; on a GPU the row has -1
+    misses, which :func:`hisparse.kernels.verify_diff` reports, attends only its tail page, and its
+    tables stay. A row that lacks a page at one of the first ``lengths`` entries attends only its
+    tail page on a GPU too, and is an error of attention on a CPU.
+
+    A row that does not wait attends what is resident; its misses are *away*, to be attended in host
+    memory. The first ``admit`` of them are loaded all the same, for later steps.
 
     Args:
         selection: ``[R, n] int32``, selected pages, -1 padded; None: every page of every request.
@@ -338,20 +288,27 @@ def diff_tables(
         width: K, entries of the results, at least n; None: n. Dense requests have at most K pages.
         tail_below: the tail page is attended only beside fewer pages than this, and in dense
             requests; None: always.
-
-    Raises:
-        KernelError: on a CPU, a row cannot be served.
+        wait_below: ``[T] int32``, a row waits for its misses if they are fewer than this, or if its
+            request is dense; None: always. On a CPU only.
+        admit: the most misses that a row without waiting gives a slot and loads; None: all.
     """
-    run = DIFF_TABLES(impl, selection, lengths, *rows, *state, values=(width,))
+    waits = _ALL_WAIT
+    if wait_below is not None:
+        waits = WaitRule(wait_below, torch.empty_like(rows.capacity))
+    run = DIFF_TABLES(impl, selection, lengths, *rows, *state, *waits, values=(width,))
     if width is None:
         assert selection is not None, "checked"
         width = selection.shape[1]
     tail_below = width + 1 if tail_below is None else tail_below
-    return DiffTables(*run(selection, lengths, rows, state, page_size, width, tail_below))
+    admit = width if admit is None else admit
+    if admit < 0:
+        raise KernelError(f"admit: got {admit}, expected 0 or more")
+    found = run(selection, lengths, rows, state, waits, page_size, width, tail_below, admit)
+    return DiffTables(*found[:6])._replace(away=waits.away)
 
 
 def verify_diff(num_misses: Tensor, capacity: Tensor) -> None:
-    """Raise ``KernelError`` if ``lru_diff`` or ``diff_tables`` refused a row.
+    """Raise ``KernelError`` if ``diff_tables`` refused a row.
 
     Args:
         num_misses: ``[R] int32``, as returned; -1 for a refused row.

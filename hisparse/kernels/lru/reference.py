@@ -6,13 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hisparse.kernels.lru.op import (
-    DecodeRows,
-    DiffTables,
-    LruDiff,
-    RowState,
-    with_dense_requests,
-)
+from hisparse.errors import KernelError
+from hisparse.kernels.lru.op import DecodeRows, DiffTables, RowState, WaitRule, with_dense_requests
+
+
+class _LruDiff(NamedTuple):
+    """Hits, misses and loads of one step; int32, -1 padded."""
+
+    current: Tensor  # [R, K], slot of each selected page, hit or miss
+    load_host_pages: Tensor  # [R, K], host pages of the misses, in order of first occurrence
+    load_slots: Tensor  # [R, K], slot that each miss is loaded to
+    num_hits: Tensor  # [R], unique pages that were resident
+    num_misses: Tensor  # [R], unique pages that were not; -1: the row is refused
+    is_away: Tensor  # [R, K], 1 for entries that the row neither has nor waits for, else 0
 
 
 class _Intersection(NamedTuple):
@@ -25,35 +31,28 @@ class _Intersection(NamedTuple):
     first_miss: Tensor  # [R, K] bool, that entry, of a page that is not
 
 
-def lru_diff(
-    selection: Tensor,
-    host_page_table: Tensor,
-    capacity: Tensor,
-    num_real_rows: Tensor,
-    state: RowState,
-    rows: Tensor,
-    num_pages: Tensor | None = None,
-) -> LruDiff:
-    """See :func:`hisparse.kernels.lru_diff`; a row with a page beyond its limit is refused."""
-    inputs = (selection, host_page_table, capacity, num_real_rows, state, rows)
-    rounds = _rounds(rows, len(host_page_table))
+def _in_rounds(
+    pages: Tensor, rows: DecodeRows, state: RowState, wait_below: Tensor | None, admit: int
+) -> _LruDiff:
+    """:func:`_lru_diff` for ``pages [R, K] int32``; the same state rows follow in order."""
+    rounds = _rounds(rows.rows, len(rows.num_pages))
     if len(rounds) <= 1:
-        return _lru_diff(*inputs, num_pages)
-    entries = (torch.empty_like(selection) for _ in range(3))
-    out = LruDiff(*entries, *(torch.empty_like(capacity) for _ in range(2)))
-    heads = len(rows) // len(host_page_table)
+        return _lru_diff(pages, rows, state, wait_below, admit)
+    shapes = (*[pages] * 3, *[rows.capacity] * 2, pages)
+    out = _LruDiff(*map(torch.empty_like, shapes))
+    heads = len(rows.rows) // len(rows.num_pages)
     for requests in rounds:
         index = (requests[:, None] * heads + torch.arange(heads)).flatten()
-        diff = _lru_diff(
-            selection[index],
-            host_page_table[requests],
-            capacity[index],
-            (index < num_real_rows).sum(0, keepdim=True),
-            state,
-            rows[index],
-            None if num_pages is None else num_pages[requests],
+        some = rows._replace(
+            rows=rows.rows[index],
+            capacity=rows.capacity[index],
+            num_real_rows=(index < rows.num_real_rows).sum(0, keepdim=True),
+            host_page_table=rows.host_page_table[requests],
+            num_pages=rows.num_pages[requests],
         )
-        for given, x in zip(out, diff, strict=True):
+        below = None if wait_below is None else wait_below[index]
+        found = _lru_diff(pages[index], some, state, below, admit)
+        for given, x in zip(out, found, strict=True):
             given[index] = x
     return out
 
@@ -74,42 +73,46 @@ def _rounds(rows: Tensor, requests: int) -> list[Tensor]:
 
 
 def _lru_diff(
-    selection: Tensor,
-    host_page_table: Tensor,
-    capacity: Tensor,
-    num_real_rows: Tensor,
-    state: RowState,
-    rows: Tensor,
-    num_pages: Tensor | None,
-) -> LruDiff:
-    """The same for different rows.
+    selection: Tensor, rows: DecodeRows, state: RowState, wait_below: Tensor | None, admit: int
+) -> _LruDiff:
+    """Hits, misses and loads of different state rows, whose tables are updated.
+
+    ``wait_below [R] int32``: a row waits for fewer misses than this, else loads ``admit`` at most.
 
     Every phase scatters and gathers in tables with one more column than needed. What does not
     apply goes to the extra column, so that no shape depends on the data.
     """
-    num_rows = selection.shape[0]
+    num_rows, table = selection.shape[0], rows.host_page_table
     row = torch.arange(num_rows, device=selection.device)
-    real = row < num_real_rows
-    served = real
-    if num_pages is not None:
-        limit = num_pages.repeat_interleave(num_rows // max(len(num_pages), 1))
-        served = real & (selection < limit[:, None]).all(1)
+    real = row < rows.num_real_rows
+    limit = rows.num_pages.repeat_interleave(num_rows // max(len(rows.num_pages), 1))
+    served = real & (selection < limit.clamp(max=table.shape[1])[:, None]).all(1)
     pages = torch.where(served[:, None], selection, -1).long()
-    slot_pages, order = state.slot_pages[rows], state.lru_order[rows].long()
-    found = _intersect(pages, slot_pages, host_page_table.shape[1])
-    victims, order = _evict(order, capacity, found)
-    diff, load_pages = _map_loads(pages, host_page_table, found, victims)
+    # Unlike an index in brackets, index_select refuses -1.
+    slot_pages, order = (x.index_select(0, rows.rows) for x in state[:2])
+    found = _intersect(pages, slot_pages, table.shape[1])
+    num_loads = num_misses = found.first_miss.sum(1)
+    if wait_below is not None:
+        if bool((num_misses + found.first_hit.sum(1) > rows.capacity).any()):
+            raise KernelError("selection: got more pages in a row than its capacity")
+        num_loads = torch.where(num_misses < wait_below, num_misses, num_misses.clamp(max=admit))
+    victims, order = _evict(order.long(), rows.capacity, found, num_loads[:, None])
+    diff, load_pages = _map_loads(pages, table, found, victims)
+    if wait_below is not None:
+        missed = found.wanted & (found.slots < 0)
+        diff = diff._replace(is_away=missed & (num_misses >= wait_below)[:, None])
+        load_pages = load_pages.where(diff.load_slots >= 0, -1)
     diff = diff._replace(num_misses=diff.num_misses.masked_fill(real & ~served, -1))
 
-    loaded_slots = torch.where(load_pages >= 0, diff.load_device_slots, slot_pages.shape[1])
+    loaded_slots = torch.where(load_pages >= 0, diff.load_slots, slot_pages.shape[1])
     slot_pages = pad(slot_pages, (0, 1))
     slot_pages.scatter_(1, loaded_slots, load_pages.int())
     # A padded row writes what the first row writes: it may alias any state row.
     source = torch.where(real, row, 0)
-    target = rows[source]
+    target = rows.rows[source]
     state.slot_pages[target] = slot_pages[source, :-1]
     state.lru_order[target] = order[source].int()
-    return LruDiff(*(x.int() for x in diff))
+    return _LruDiff(*(x.int() for x in diff))
 
 
 def _intersect(pages: Tensor, slot_pages: Tensor, num_pages: int) -> _Intersection:
@@ -138,20 +141,22 @@ def _intersect(pages: Tensor, slot_pages: Tensor, num_pages: int) -> _Intersecti
     )
 
 
-def _evict(order: Tensor, capacity: Tensor, found: _Intersection) -> tuple[Tensor, Tensor]:
-    """Phase 2: the coldest slots that hold no selected page give way, one for each miss.
+def _evict(
+    order: Tensor, capacity: Tensor, found: _Intersection, num_loads: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Phase 2: the coldest slots that hold no selected page give way, one for each load.
 
     Args:
         order: ``[R, C] int64``, slots from cold to hot.
         capacity: ``[R] int32``.
         found: phase 1.
+        num_loads: ``[R, 1] int64``.
 
     Returns:
         victims ``[R, K + 1]``, coldest first, then -1; and the new order ``[R, C]``: survivors in
         their old order, then victims, which are loaded, then hits in their old order.
     """
     (num_rows, slots), width = order.shape, found.slots.shape[1]
-    num_misses = found.first_miss.sum(1, keepdim=True)
     index = torch.arange(slots, device=order.device)
     selected = torch.zeros(num_rows, slots + 1, dtype=torch.bool, device=order.device)
     selected.scatter_(1, torch.where(found.slots >= 0, found.slots, slots), True)
@@ -160,7 +165,7 @@ def _evict(order: Tensor, capacity: Tensor, found: _Intersection) -> tuple[Tenso
     hit = selected.gather(1, order) & owned
     free = owned & ~hit
     rank = free.cumsum(1) - 1
-    victim = free & (rank < num_misses)
+    victim = free & (rank < num_loads)
     victims = order.new_full((num_rows, width + 1), -1)
     victims.scatter_(1, torch.where(victim, rank, width), torch.where(victim, order, -1))
     victims[:, width] = -1
@@ -168,14 +173,14 @@ def _evict(order: Tensor, capacity: Tensor, found: _Intersection) -> tuple[Tenso
     survivor = free & ~victim
     num_survivors = survivor.sum(1, keepdim=True)
     place = torch.where(survivor, survivor.cumsum(1) - 1, num_survivors + rank)
-    place = torch.where(hit, num_survivors + num_misses + hit.cumsum(1) - 1, place)
+    place = torch.where(hit, num_survivors + num_loads + hit.cumsum(1) - 1, place)
     place = torch.where(owned, place, index)
     return victims, order.scatter(1, place, torch.where(owned, order, -1))
 
 
 def _map_loads(
     pages: Tensor, host_page_table: Tensor, found: _Intersection, victims: Tensor
-) -> tuple[LruDiff, Tensor]:
+) -> tuple[_LruDiff, Tensor]:
     """Phase 3: misses in order of first occurrence take the victims, coldest first.
 
     Args:
@@ -185,7 +190,7 @@ def _map_loads(
         victims: ``[R, K + 1]``, of phase 2.
 
     Returns:
-        The result, as int64, and ``[R, K]``, the page index of each load, -1 padded.
+        The result, as int64, no row away; and ``[R, K]``, the page index of each load, -1 padded.
     """
     num_rows, width = pages.shape
     num_misses = found.first_miss.sum(1)
@@ -203,7 +208,9 @@ def _map_loads(
     victim = victims.gather(1, torch.where(missed, own_rank, width))
     current = torch.where(missed, victim, found.slots)
     num_hits = found.first_hit.sum(1)
-    return LruDiff(current, load_host, victims[:, :width], num_hits, num_misses), load_pages
+    none_away = torch.zeros_like(missed)
+    diff = _LruDiff(current, load_host, victims[:, :width], num_hits, num_misses, none_away)
+    return diff, load_pages
 
 
 def diff_tables(
@@ -211,33 +218,38 @@ def diff_tables(
     lengths: Tensor | None,
     rows: DecodeRows,
     state: RowState,
+    waits: WaitRule,
     page_size: int,
     width: int,
     tail_below: int,
+    admit: int,
 ) -> DiffTables:
     """See :func:`hisparse.kernels.diff_tables`."""
     pages, lengths, dense = with_dense_requests(selection, lengths, rows, width)
-    diff = lru_diff(
-        pages,
-        rows.host_page_table,
-        rows.capacity,
-        rows.num_real_rows,
-        state,
-        rows.rows,
-        rows.num_pages,
-    )
-    if rows.malformed is not None:
-        rows.malformed.add_(_malformed(diff, lengths, rows.num_real_rows).sum())
-    attended = _pages_of(state.device_pages, rows.rows, diff.curr_device_slots)
-    absent = _lacks_page(attended, lengths)
-    attended = pad(attended.masked_fill(absent[:, None], -1), (0, 1), value=-1)
+    wait_below = waits.wait_below
+    if wait_below is not None:
+        wait_below = wait_below.repeat_interleave(len(lengths) // max(len(wait_below), 1))
+        if dense is not None:
+            wait_below = wait_below.masked_fill(dense, width + 1)
+    diff = _in_rounds(pages, rows, state, wait_below, admit)
+    if rows.counts is not None:
+        malformed = _malformed(diff, lengths, rows.num_real_rows)
+        counts = (diff.num_hits, diff.num_misses.clamp(min=0), malformed)
+        rows.counts.add_(torch.stack([x.sum() for x in counts]))
+    attended = _pages_of(state.device_pages, rows.rows, diff.current)
+    is_away = diff.is_away.bool()
+    absent = _lacks_page(attended.masked_fill(is_away, 0), lengths)
     lengths = lengths.masked_fill(absent, 0)
-    attended.scatter_(1, lengths[:, None].long(), rows.tail_pages[:, None])
     has_tail = lengths < tail_below
     if dense is not None:
         has_tail |= dense
+    if waits.away is not None:
+        attended, lengths = _drop_away(attended, lengths, is_away)
+        waits.away.copy_(diff.num_misses.where(is_away.any(1), 0))
+    attended = pad(attended.masked_fill(absent[:, None], -1), (0, 1), value=-1)
+    attended.scatter_(1, lengths[:, None].long(), rows.tail_pages[:, None])
     tail_lens = torch.where(has_tail, rows.tail_lens, 0)
-    loads = _pages_of(state.device_pages, rows.rows, diff.load_device_slots)
+    loads = _pages_of(state.device_pages, rows.rows, diff.load_slots)
     return DiffTables(
         attended,
         tail_lens + lengths * page_size,
@@ -248,6 +260,14 @@ def diff_tables(
     )
 
 
+def _drop_away(pages: Tensor, lengths: Tensor, is_away: Tensor) -> tuple[Tensor, Tensor]:
+    """``pages [R, K]`` and ``lengths [R]`` without the entries ``is_away [R, K] bool``."""
+    kept, order = is_away.sort(dim=1, stable=True)
+    entry = torch.arange(pages.shape[1], device=lengths.device)
+    left = lengths - (is_away & (entry < lengths[:, None])).sum(1, dtype=torch.int32)
+    return pages.gather(1, order).masked_fill(kept, -1), left
+
+
 def _lacks_page(pages: Tensor, lengths: Tensor) -> Tensor:
     """``[R] bool``, rows without a page at one of the first ``lengths`` entries."""
     entry = torch.arange(pages.shape[1], device=lengths.device)
@@ -255,11 +275,11 @@ def _lacks_page(pages: Tensor, lengths: Tensor) -> Tensor:
     return absent | (lengths < 0) | (lengths > pages.shape[1])
 
 
-def _malformed(diff: LruDiff, lengths: Tensor, num_real_rows: Tensor) -> Tensor:
+def _malformed(diff: _LruDiff, lengths: Tensor, num_real_rows: Tensor) -> Tensor:
     """``[R] bool``, real rows with a duplicate, a gap, a page too many, or that were refused."""
-    rows, width = diff.curr_device_slots.shape
+    rows, width = diff.current.shape
     entry = torch.arange(width, device=lengths.device)
-    misplaced = (diff.curr_device_slots >= 0) != (entry < lengths[:, None])
+    misplaced = ((diff.current >= 0) | (diff.is_away > 0)) != (entry < lengths[:, None])
     wrong = misplaced.any(1) | (diff.num_hits + diff.num_misses != lengths)
     return wrong & (torch.arange(rows, device=lengths.device) < num_real_rows)
 

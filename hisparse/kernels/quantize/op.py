@@ -10,7 +10,7 @@ and the rotary channels in bfloat16.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg
-from hisparse.kernels.operation import Operation
+from hisparse.kernels.operation import Operation, new_tensors
 from hisparse.types import StoredKV
 
 __all__ = [
@@ -129,8 +129,8 @@ def check_scales(name: str, stored: Tensor, scales: Tensor | None) -> None:
 
     Args:
         name: of the scales, for the message.
-        stored: what they scale.
-        scales: the scales, if any.
+        stored: what they scale, of any shape and dtype.
+        scales: the scales, of any shape and dtype; None: there are none.
     """
     needed = stored.dtype in QUANTIZED
     if needed != (scales is not None):
@@ -138,19 +138,14 @@ def check_scales(name: str, stored: Tensor, scales: Tensor | None) -> None:
         raise KernelError(f"{name}: got {got}, expected {expected} for {stored.dtype}")
 
 
-def _pages_exist(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    if sizes["N"] == 0 and sizes["n"]:
-        raise KernelError("pages: got none, expected at least one")
-
-
 def _quantize_on_cpu(
     call: Callable[..., Any], k: Tensor, v: Tensor, dtype: torch.dtype
 ) -> StoredKV:
-    codes = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
-    scales = torch.empty((*k.shape[:-1], 2), dtype=torch.uint8, device=k.device)
+    shapes = [(k.shape, dtype), (v.shape, dtype), ((*k.shape[:-1], 2), torch.uint8)]
+    stored = new_tensors("quantize", shapes, k.device)
     # [..., H, D] -> [T, H, D], a view, or a copy if strides do not allow one.
-    call(*(x.reshape(-1, *x.shape[-2:]) for x in (k, v, *codes, scales)))
-    return StoredKV(codes[0], codes[1], scales)
+    call(*(x.reshape(-1, *x.shape[-2:]) for x in (k, v, *stored)))
+    return StoredKV(*stored)
 
 
 def _encode_on_cpu(call: Callable[..., Any], latents: Tensor, row: LatentRow) -> Tensor:
@@ -172,35 +167,35 @@ def _decode_on_cpu(
 QUANTIZE = Operation(
     __name__,
     "quantize",
-    Arg("k", FLOATS, "*T Dk"),
-    Arg("v", "k", "*T Dv"),
+    Arg("k", "*T H! Dk!", *FLOATS),
+    Arg("v", "*T H Dv!", like="k"),
     cpu=_quantize_on_cpu,
 )
 DEQUANTIZE = Operation(
     __name__,
     "dequantize",
-    Arg("k", QUANTIZED, "*T Dk", layout="any"),
-    Arg("v", "k", "*T Dv", layout="any"),
-    Arg("scales", torch.uint8, "*T 2", layout="any"),
-    Arg("out.k", FLOATS, "*T Dk", on=(), written=True, layout="any"),
-    Arg("out.v", FLOATS, "*T Dv", on=("out.k",), written=True, layout="any"),
+    Arg("k", "*T Dk", *QUANTIZED, layout="any"),
+    Arg("v", "*T Dv", like="k", layout="any"),
+    Arg("scales", "*T 2", torch.uint8, layout="any"),
+    Arg("out.k", "*T Dk", *FLOATS, on=(), written=True, layout="any"),
+    Arg("out.v", "*T Dv", *FLOATS, on=("out.k",), written=True, layout="any"),
+    cpu=lambda call, stored, out: call(*stored, *out),
 )
 ENCODE_LATENTS = Operation(
     __name__,
     "encode_latents",
-    Arg("latents", FLOATS, "*T width"),
+    Arg("latents", "*T width", *FLOATS),
     values=("width",),
     cpu=_encode_on_cpu,
 )
 DECODE_LATENTS = Operation(
     __name__,
     "decode_latents",
-    Arg("pages", torch.uint8, "N S bytes", layout="any"),
-    Arg("table", torch.int32, "n", layout="all"),
-    Arg("out", FLOATS, "n S width", written=True, layout="all"),
+    Arg("pages", "N! S bytes", torch.uint8, layout="any"),
+    Arg("table", "n", torch.int32, layout="all"),
+    Arg("out", "n S width", *FLOATS, written=True, layout="all"),
     values=("width", "bytes"),
     cpu=_decode_on_cpu,
-    also=_pages_exist,
 )
 
 
@@ -211,8 +206,8 @@ def quantize(k: Tensor, v: Tensor, dtype: torch.dtype, *, impl: str = "auto") ->
     float16: 61440 in e4m3, 65024 in int8. In int8 NaN becomes 0.
 
     Args:
-        k: ``[..., Dk]`` float32, bfloat16 or float16.
-        v: ``[..., Dv]``, other dimensions and dtype as ``k``.
+        k: ``[..., H, Dk]`` float32, bfloat16 or float16.
+        v: ``[..., H, Dv]``, other dimensions and dtype as ``k``.
         dtype: one of ``QUANTIZED``.
 
     Returns:
@@ -231,10 +226,6 @@ def dequantize(stored: StoredKV, out: tuple[Tensor, Tensor], *, impl: str = "aut
         stored: keys, values and scales, any strides.
         out: K and V, ``[..., D]`` as in ``stored``, float32, bfloat16 or float16. Written to.
     """
-    if stored.scales is None:
-        raise KernelError(
-            f"scales: got None, expected the scales of {stored.k.dtype} keys and values"
-        )
     DEQUANTIZE(impl, *stored, *out)(stored, out)
 
 

@@ -149,7 +149,7 @@ def decode_latents(pages: Tensor, table: Tensor, out: Tensor, row: LatentRow) ->
         (pages, *pages.stride()[:2]),
         table.contiguous(),
         out,
-        count * size,
+        (count * size, pages.shape[0]),
         _DecodeConstants(
             rank=row.rank,
             rank_block=block,
@@ -169,14 +169,15 @@ def _decode_kernel(
     pages,  # [N, S, bytes], and its strides of pages and tokens
     table,  # [n]
     out,  # [n, S, rank + rope]
-    count,  # n * S
+    shape,  # n * S, N
     const: tl.constexpr,
 ):
     data, stride_page, stride_token = pages
+    count, num_pages = shape
     token = tl.program_id(0).to(tl.int64) * const.tokens + tl.arange(0, const.tokens)
     live = token < count
     page = tl.load(table + token // const.size, mask=live, other=-1).to(tl.int64)
-    live = live & (page >= 0)
+    live = live & (page >= 0) & (page < num_pages)
     source = data + page * stride_page + token % const.size * stride_token
     target = out + token * (const.rank + const.rope)
     dim = tl.arange(0, const.rank_block)

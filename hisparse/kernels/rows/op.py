@@ -1,4 +1,4 @@
-"""Changes to rows outside ``lru_diff``: for capacity, reuse and full tail pages."""
+"""Changes to rows outside ``diff_tables``: for capacity, reuse and full tail pages."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg, check_all
 from hisparse.kernels.lru.op import RowState, tables
-from hisparse.kernels.operation import Operation
+from hisparse.kernels.operation import Operation, new_tensors
 
 __all__ = [
     "TailPools",
@@ -29,8 +29,8 @@ class TailPools(NamedTuple):
     """Pools of device pages, ``[N, Hr, S, D]``.
 
     Attributes:
-        k, v: keys and values; None: those are not copied. Hr is the number of KV heads, or 1 if a
-            row has one head.
+        k, v: keys and values of one dtype, any; None: those are not copied. Hr is the number of KV
+            heads, or 1 if a row has one head.
         kv_heads: Hkv.
     """
 
@@ -49,30 +49,29 @@ def _rows_have_requests(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) ->
             f"page_index: got {requests} requests, expected a divisor of the {rows} rows"
         )
     heads = sizes["kv_heads"] if rows == requests else 1
-    for name in ("pools.k", "pools.v"):
-        pool = tensors[name]
-        if pool is not None and pool.shape[1] != heads:
+    pools = {name: tensors[name] for name in ("pools.k", "pools.v") if tensors[name] is not None}
+    if sizes["kv_heads"] < 1:
+        raise KernelError(f"pools.kv_heads: got {sizes['kv_heads']}, expected 1 or more")
+    if pools and rows != requests and rows // requests % sizes["kv_heads"]:
+        raise KernelError(
+            f"rows: got {rows // requests} of each request, expected as many as it has KV heads, "
+            f"{sizes['kv_heads']}, or a multiple"
+        )
+    for name, pool in pools.items():
+        if pool.shape[1] != heads:
             expected = f"[any, {heads}, any, any]"
             raise KernelError(f"{name}: got shape {list(pool.shape)}, expected {expected}")
 
 
-def _promote_on_cpu(call: Callable[..., Any], *tensors: Any) -> tuple[Tensor, ...]:
-    """PyTorch copies the pages."""
-    rows, page_index, filled, capacity, state, tail_pages, pools = tensors
-    copies = copy_tails(pools, tail_pages[rows], len(page_index))
-    call(rows, page_index, filled, capacity, state, tail_pages, None, None)
-    return copies
-
-
-def _promote_on_cuda(call: Callable[..., Any], *tensors: Any) -> tuple[Tensor, ...]:
-    """The same launch copies the pages."""
+def _promote(call: Callable[..., Any], *tensors: Any) -> tuple[Tensor, ...]:
+    """The same call copies the pages."""
     *lists, state, tail_pages, pools = tensors
-    page_index = lists[1]
-    shape = (page_index.shape[0], pools.kv_heads)
     given = [pool for pool in pools[:2] if pool is not None]
-    copies = tuple(pool.new_empty(*shape, *pool.shape[-2:]) for pool in given)
-    call(*lists, state, tail_pages, pools[:2], (*copies, None, None)[:2])
-    return copies
+    shapes = [((len(lists[1]), pools.kv_heads, *x.shape[-2:]), x.dtype) for x in given]
+    copies = new_tensors("promote_tail", shapes, tail_pages.device)
+    # The kernel takes its second pool only beside a first one.
+    call(*lists, *state, tail_pages, *(*given, None, None)[:2], *(*copies, None, None)[:2])
+    return tuple(copies)
 
 
 def _rebalance_on_cuda(call: Callable[..., Any], *tensors: Any) -> None:
@@ -83,50 +82,50 @@ def _rebalance_on_cuda(call: Callable[..., Any], *tensors: Any) -> None:
     at_once = min(len(rows), max(REBALANCE_BYTES // row_bytes, 1))
     scratch = capacity.new_empty((at_once, layers, 2, slots))
     plan = capacity.new_full((len(rows), 2), -1)
-    call(rows, new, capacity, states, *free, scratch, plan)
+    call(rows, new, capacity, *states, *free, scratch, plan)
 
 
 PROMOTE_TAIL = Operation(
     __name__,
     "promote_tail",
-    Arg("rows", _I64, "R"),
-    Arg("page_index", _I32, "T"),
-    Arg("filled", torch.bool, "R"),
-    Arg("capacity", _I32, "R"),
+    Arg("rows", "R", _I64),
+    Arg("page_index", "T", _I32),
+    Arg("filled", "R", torch.bool),
+    Arg("capacity", "R", _I32),
     *tables("NR", pages_move=True),
-    Arg("tail_pages", _I32, "NR", written=True, layout="any"),
-    Arg("pools.k", None, "_ _ _ _", optional=True, layout="any"),
-    Arg("pools.v", None, "_ _ _ _", optional=True, layout="any"),
+    Arg("tail_pages", "NR", _I32, written=True, layout="any"),
+    Arg("pools.k", "N Hr S _", optional=True, layout="any"),
+    Arg("pools.v", "N Hr S _", like="pools.k", optional=True, layout="any"),
     values=("kv_heads",),
-    cpu=_promote_on_cpu,
-    cuda=_promote_on_cuda,
+    cpu=_promote,
+    cuda=_promote,
     also=_rows_have_requests,
 )
 RESET_ROWS = Operation(
     __name__,
     "reset_rows",
-    Arg("rows", _I64, "M"),
-    Arg("capacity", _I32, "NR"),
+    Arg("rows", "M", _I64),
+    Arg("capacity", "NR", _I32),
     *tables("L NR", pages_move=False),
-    cuda=True,
+    cuda=lambda call, rows, capacity, states: call(rows, capacity, *states),
 )
 REBALANCE = Operation(
     __name__,
     "rebalance",
-    Arg("rows", _I64, "M"),
-    Arg("new_capacity", _I32, "M"),
-    Arg("capacity", _I32, "NR", written=True, layout="any"),
+    Arg("rows", "M", _I64),
+    Arg("new_capacity", "M", _I32),
+    Arg("capacity", "NR", _I32, written=True, layout="any"),
     *tables("L NR", pages_move=True),
-    Arg("free_pages", _I32, "L _", written=True, layout="any"),
-    Arg("num_free", _I32, "L", written=True, layout="any"),
-    cpu=True,
+    Arg("free_pages", "L _", _I32, written=True, layout="any"),
+    Arg("num_free", "L", _I32, written=True, layout="any"),
+    cpu=lambda call, rows, new, capacity, states, *free: call(rows, new, capacity, *states, *free),
     cuda=_rebalance_on_cuda,
 )
 
 
 _DROP_PAGES = (
-    Arg("rows", _I64, "M"),
-    Arg("stale", torch.bool, "P"),
+    Arg("rows", "M", _I64),
+    Arg("stale", "P", torch.bool),
     *tables("L NR", pages_move=False),
 )
 
@@ -156,8 +155,8 @@ def promote_tail(
         pools: device pages whose full tail pages are copied.
 
     Returns:
-        copies of the full tail pages, ``[T, Hkv, S, D]`` for each pool; a GPU leaves the entries of
-        requests whose tail page is not full uninitialised.
+        copies of the full tail pages, ``[T, Hkv, S, D]`` in the dtype of each pool; a GPU leaves
+        the entries of requests whose tail page is not full uninitialised.
     """
     tensors = (rows, page_index, filled, capacity, *state, tail_pages, pools.k, pools.v)
     run = PROMOTE_TAIL(impl, *tensors, values=(pools.kv_heads,))
@@ -187,7 +186,7 @@ def drop_pages(rows: Tensor, stale: Tensor, states: RowState) -> None:
         states: tables of all layers, ``[L, NR, C]`` each.
     """
     check_all(_DROP_PAGES, (rows, stale, *states), {}, "rows")
-    held, order = states.slot_pages[:, rows], states.lru_order[:, rows]
+    held, order = states.slot_pages.index_select(1, rows), states.lru_order[:, rows]
     # The last entry is for empty slots and for pages that stay.
     kept = torch.nn.functional.pad(~stale, (0, 1), value=True)
     held = held.where(kept[held.long().clamp(-1, len(stale))], -1)
@@ -230,17 +229,6 @@ def rebalance(
     run = REBALANCE(impl, rows, new_capacity, capacity, *states, free_pages, num_free)
     if rows.numel():
         run(rows, new_capacity, capacity, states, free_pages, num_free)
-
-
-def copy_tails(pools: TailPools, tails: Tensor, num_requests: int) -> tuple[Tensor, ...]:
-    """Pages ``tails [R]`` of each pool, as ``[T, Hkv, S, D]``."""
-    copies = tuple(pool[tails.long()] for pool in (pools.k, pools.v) if pool is not None)
-    heads = len(tails) // max(num_requests, 1)
-    if heads <= 1:
-        return copies
-    # Rows of one KV head have the same bytes.
-    shape = (-1, pools.kv_heads, heads // pools.kv_heads)
-    return tuple(x.unflatten(0, shape)[:, :, 0, 0] for x in copies)
 
 
 def verify_capacity(rows: Tensor, new_capacity: Tensor, capacity: Tensor, num_free: Tensor) -> None:

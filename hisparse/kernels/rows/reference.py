@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.lru.op import RowState
-from hisparse.kernels.rows.op import TailPools, copy_tails
+from hisparse.kernels.rows.op import TailPools
 
 
 def promote_tail(
@@ -17,7 +17,7 @@ def promote_tail(
     pools: TailPools,
 ) -> tuple[Tensor, ...]:
     """See :func:`hisparse.kernels.promote_tail`."""
-    copies = copy_tails(pools, tail_pages[rows], len(page_index))
+    copies = _copy_tails(pools, tail_pages.index_select(0, rows), len(page_index))
     page_index = page_index.repeat_interleave(len(rows) // max(len(page_index), 1))
     order, slots = state.lru_order[rows], state.lru_order.shape[1]
     apply = filled & (capacity > 0)
@@ -36,11 +36,23 @@ def promote_tail(
     return copies
 
 
+def _copy_tails(pools: TailPools, tails: Tensor, num_requests: int) -> tuple[Tensor, ...]:
+    """Pages ``tails [R] int32`` of each pool, as ``[T, Hkv, S, D]`` in the pool's dtype."""
+    copies = tuple(pool[tails.long()] for pool in (pools.k, pools.v) if pool is not None)
+    heads = len(tails) // max(num_requests, 1)
+    if heads <= 1:
+        return copies
+    # Rows of one KV head have the same bytes.
+    shape = (-1, pools.kv_heads, heads // pools.kv_heads)
+    return tuple(x.unflatten(0, shape)[:, :, 0, 0] for x in copies)
+
+
 def reset_rows(rows: Tensor, capacity: Tensor, states: RowState) -> None:
     """See :func:`hisparse.kernels.reset_rows`."""
     slot = torch.arange(states.lru_order.shape[2], dtype=torch.int32, device=rows.device)
+    order = torch.where(slot < capacity.index_select(0, rows)[:, None], slot, -1)
     states.slot_pages[:, rows] = -1
-    states.lru_order[:, rows] = torch.where(slot < capacity[rows, None], slot, -1)
+    states.lru_order[:, rows] = order
 
 
 def rebalance(
@@ -57,7 +69,7 @@ def rebalance(
     renumbered row is rank ``s + dropped - gained`` of the old one.
     """
     slots, stack_size = states.lru_order.shape[2], free_pages.shape[1]
-    old = capacity[rows].long()
+    old = capacity.index_select(0, rows).long()
     new = torch.where((new_capacity >= 0) & (new_capacity <= slots), new_capacity, old)
     free = num_free[0].long()
     dropped = _served(old - new, stack_size - free)

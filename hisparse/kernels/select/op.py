@@ -24,7 +24,7 @@ class SelectRule:
 
     Attributes:
         heads: H, heads of the selection; the scores' heads are a multiple of H or divide it.
-        max_pages: K, pages of a selection at most.
+        max_pages: K, pages of a selection at most, 0 or more.
         mass: part of each group's softmax to keep, in (0, 1]; the fewest pages that reach it are
             selected (Twilight, https://arxiv.org/abs/2502.02770).
         within: distance to the head's best score, in units of attention logits, 0 or more; pages
@@ -51,6 +51,8 @@ class SelectRule:
         mass, within = self.mass, self.within
         if self.heads < 1:
             raise KernelError(f"heads: got {self.heads}, expected 1 or more")
+        if self.max_pages < 0:
+            raise KernelError(f"max_pages: got {self.max_pages}, expected 0 or more")
         if mass is not None and within is not None:
             raise KernelError(f"got mass {mass} and within {within}, expected one of the two")
         if mass is not None and not 0 < mass <= 1:
@@ -70,10 +72,7 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 
 def _on_cuda(call: Callable[..., Any], *arguments: Any) -> Any:
-    """In one launch where selections have a fixed length; others in Triton and PyTorch.
-
-    A count of pages beyond the scores is taken as P, one below 0 as 0.
-    """
+    """In one launch where selections have a fixed length; others in Triton and PyTorch."""
     *tensors, rule = arguments
     if rule.mass is not None or rule.within is not None:
         return SELECT.function("triton")(*arguments)
@@ -86,11 +85,11 @@ def _on_cuda(call: Callable[..., Any], *arguments: Any) -> Any:
 SELECT = Operation(
     __name__,
     "select",
-    Arg("scores", FLOATS, "B Hs P", layout="any"),
-    Arg("num_pages", _I32, "B"),
-    Arg("forced", torch.bool, "B P", optional=True, layout="any"),
-    Arg("rest", torch.float32, "B Hs", optional=True, layout="any"),
-    Arg("invalid_scores", torch.int64, "1", optional=True, written=True, layout="any"),
+    Arg("scores", "B Hs P", *FLOATS, layout="any"),
+    Arg("num_pages", "B", _I32),
+    Arg("forced", "B P", torch.bool, optional=True, layout="any"),
+    Arg("rest", "B Hs", torch.float32, optional=True, layout="any"),
+    Arg("invalid_scores", "1", torch.int64, optional=True, written=True, layout="any"),
     results=(Result(_I32, "B H K"), Result(_I32, "B H")),
     values=("H",),
     cpu=lambda call, scores, num_pages, forced, rest, invalid_scores, rule: call(
@@ -132,7 +131,7 @@ def select(
             attention logits; higher is kept, of equal scores the first. -inf is allowed. NaN and
             +inf are faults, which ``rule.invalid_scores`` counts; they are taken as -inf and as the
             largest number. Entries without a page are ignored.
-        num_pages: ``[B] int32``, at most P.
+        num_pages: ``[B] int32``, 0 to P.
         rule: how many pages are kept.
         forced: ``[B, P] bool``, pages that are selected whatever their score, such as
             :attr:`hisparse.algorithms.DecodeStep.forced_pages`. None: there are none.
@@ -141,8 +140,8 @@ def select(
             score. None: there are no such tokens.
 
     Returns:
-        ``[B, H, K]`` pages in ascending order. So host reads are sequential, and the order of the
-        sum in attention does not depend on the scores.
+        ``[B, H, K] int32`` pages in ascending order, padded with -1. So host reads are sequential,
+        and the order of the sum in attention does not depend on the scores.
     """
     tensors = (scores, num_pages, forced, rest, rule.invalid_scores)
     return Selection(*SELECT(impl, *tensors, values=(rule.heads,))(*tensors, rule))

@@ -15,7 +15,7 @@ def select(
     rule: SelectRule,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.select`."""
-    scores = scores.float()
+    scores, num_pages = scores.float(), num_pages.clamp(0, scores.shape[-1])
     if invalid_scores is not None:
         invalid_scores.add_(_has_invalid_score(scores, num_pages, rest, rule).sum())
     scores = _finite(scores).masked_fill(_absent(scores, num_pages), -torch.inf)
@@ -62,7 +62,7 @@ def best_pages(
     lengths = kept.sum(-1, keepdim=True)
     pages = _ascending(scores, best.values, lengths, rule.max_pages)
     if rule.drop_last:
-        is_last = pages == (num_pages - 1).clamp(min=0)[:, None, None]
+        is_last = pages == (num_pages - 1).clamp(0, max(total - 1, 0))[:, None, None]
         pages, lengths = pages.masked_fill(is_last, -1), lengths - is_last.sum(-1, keepdim=True)
     return pages, lengths[..., 0].int()
 

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels.select.op import SelectRule
+from hisparse.kernels.operation import Place, choices
+from hisparse.kernels.select.op import SELECT, SelectRule
 from hisparse.kernels.select.reference import best_pages
 
 _SCORES_PER_STEP = 1024
@@ -40,9 +41,10 @@ def select(
     """
     near = rule.within is not None
     if rule.mass is None and not near:
+        found = choices(SELECT, Place.of([scores]), "triton")
         raise KernelError(
             "implementation 'triton': got a rule without mass and within, expected one of them "
-            "(choices: auto, cuda, reference)"
+            f"(choices: {found})"
         )
     scores = scores.float()
     batch, given, width = scores.shape
@@ -53,7 +55,7 @@ def select(
         _share_kernel[(heads, batch)](
             scores.contiguous(),
             scores.new_full((batch, given), -torch.inf) if rest is None else rest.contiguous(),
-            num_pages,
+            num_pages.contiguous(),
             combined,
             # Not written to where there is no counter.
             num_pages if invalid_scores is None else invalid_scores,
@@ -100,7 +102,7 @@ def _share_kernel(
     """
     width, heads = shape
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    count = tl.load(num_pages + request)
+    count = tl.minimum(tl.load(num_pages + request), width)
     row = request * heads + head
     member, at = tl.arange(0, const.group_block), tl.arange(0, const.step)
     own = member < const.group

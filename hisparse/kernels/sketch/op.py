@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
-from hisparse.kernels.attention.op import PAGED_ATTENTION, scaled_query
+from hisparse.kernels.attention.op import PAGED_ATTENTION
 from hisparse.kernels.operation import Operation
 from hisparse.kernels.quantize.op import STORED, check_scales
 from hisparse.types import UNSCALED, AttentionRule, StoredKV
@@ -147,6 +147,9 @@ def _sketches_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     k, scales = tensors["tail.kv.k"], tensors["tail.kv.scales"]
     if k is None:
         return
+    for name in ("tail.pages", "tail.lens"):
+        if tensors[name] is None:
+            raise KernelError(f"{name}: got None, expected a tensor, as tail.kv.k is one")
     check_scales("tail.kv.scales", k, scales)
     rows, batch, pool_heads = sizes["R"], sizes["B"], k.shape[1]
     heads = rows // batch if batch else 1
@@ -174,9 +177,10 @@ def _tensors_of(tail: TailPages | None) -> tuple[Tensor | None, ...]:
 def _score_on_cpu(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
     """Pages here, tail pages by attention."""
     *tensors, tail, layout, scale = more
-    query = scaled_query(query, scale)
-    scores = call(query, *tensors, *_tensors_of(None), *map(int, layout))
-    return scores, None if tail is None else tail_lse(query, tail, PAGED_ATTENTION.function("cpu"))
+    scores = call(query, *tensors, *_tensors_of(None), *map(int, layout), scale)
+    if tail is None:
+        return scores, None
+    return scores, tail_lse(query, tail, PAGED_ATTENTION.function("cpu"), AttentionRule(scale))
 
 
 def _score_on_cuda(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
@@ -189,9 +193,9 @@ def _score_on_cuda(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
 PAGE_SKETCH = Operation(
     __name__,
     "page_sketch",
-    Arg("keys", FLOATS, "N S Hkv D"),
-    Arg("sketches", torch.uint8, "_ Hkv bytes", written=True),
-    Arg("host_pages", (_I32, torch.int64), "N"),
+    Arg("keys", "N S! Hkv D", *FLOATS),
+    Arg("sketches", "_ Hkv bytes", torch.uint8, written=True),
+    Arg("host_pages", "N", _I32, torch.int64),
     values=("D", "S", "bytes"),
     cpu=lambda call, keys, sketches, host_pages, layout: call(
         keys, sketches, host_pages, layout.num_channels, int(layout.numbered)
@@ -200,15 +204,15 @@ PAGE_SKETCH = Operation(
 SKETCH_SCORE = Operation(
     __name__,
     "sketch_score",
-    Arg("query", FLOATS, "B Hq D", layout="all"),
-    Arg("sketches", torch.uint8, "_ Hkv bytes", layout="any"),
-    Arg("host_page_table", _I32, "B P"),
-    Arg("num_pages", _I32, "B", layout="all"),
-    Arg("tail.kv.k", STORED, "N Hr tail D", optional=True, layout="any"),
-    Arg("tail.kv.v", "tail.kv.k", "N Hr tail _", optional=True, layout="any"),
-    Arg("tail.kv.scales", torch.uint8, "N Hr tail 2", optional=True, layout="any"),
-    Arg("tail.pages", _I32, "R", optional=True),
-    Arg("tail.lens", _I32, "R", optional=True),
+    Arg("query", "B Hq D", *FLOATS, layout="all"),
+    Arg("sketches", "_! Hkv bytes", torch.uint8, layout="any"),
+    Arg("host_page_table", "B P", _I32),
+    Arg("num_pages", "B", _I32, layout="all"),
+    Arg("tail.kv.k", "N! Hr tail! D", *STORED, optional=True, layout="any"),
+    Arg("tail.kv.v", "N Hr tail _", like="tail.kv.k", optional=True, layout="any"),
+    Arg("tail.kv.scales", "N Hr tail 2", torch.uint8, optional=True, layout="any"),
+    Arg("tail.pages", "R", _I32, optional=True),
+    Arg("tail.lens", "R", _I32, optional=True),
     results=(Result(torch.float32, "B Hq P"),),
     values=("D", "S", "bytes"),
     cpu=_score_on_cpu,
@@ -218,10 +222,10 @@ SKETCH_SCORE = Operation(
 OUTLINE_SCORE = Operation(
     __name__,
     "outline_score",
-    Arg("query", torch.float32, "B Hq D", layout="all"),
-    Arg("outlines", torch.uint8, "_ Hkv bytes", layout="all"),
-    Arg("host_page_table", _I32, "B P"),
-    Arg("num_pages", _I32, "B", layout="all"),
+    Arg("query", "B Hq D", torch.float32, layout="all"),
+    Arg("outlines", "_! Hkv bytes", torch.uint8, layout="all"),
+    Arg("host_page_table", "B P", _I32),
+    Arg("num_pages", "B", _I32, layout="all"),
     results=(Result(torch.float32, "B Hq P"),),
     cpu=True,
     also=_outlines_fit,
@@ -249,9 +253,6 @@ def page_sketch(
         host_pages: ``[P]`` int32 or int64, entry of ``sketches`` for each page; -1 is skipped,
             and a GPU skips 0 too, the padding page. If an entry stands twice, either page may win.
         layout: of the bytes.
-
-    Raises:
-        KernelError: the rows of ``sketches`` are not dense, or a page is beyond the sketches.
     """
     run = PAGE_SKETCH(impl, keys, sketches, host_pages, values=_sizes(layout))
     run(keys, sketches, host_pages, layout)
@@ -271,7 +272,7 @@ def sketch_score(
     """The log of the sum of e^(q.k) over a page's tokens, with k read from the page's sketch.
 
     C++ rounds the query and the scales of the detailed channels to whole numbers of 8 bits. That
-    moves scores by about a tenth of what the sketch itself is off by.
+    changes scores by about a tenth of the sketch's own error.
 
     Args:
         query: ``[B, Hq, D]``, float32, bfloat16 or float16; any strides.
@@ -286,9 +287,6 @@ def sketch_score(
         scores ``[B, Hq, P] float32``, higher is more attention; those from ``num_pages`` on mean
         nothing. And the log-sum-exp of the logits of the tail page's tokens ``[B, Hq] float32``,
         whose keys are exact; None without ``tail``.
-
-    Raises:
-        KernelError: a page is beyond the sketches.
     """
     tensors = (query, sketches, host_page_table, num_pages)
     run = SKETCH_SCORE(impl, *tensors, *_tensors_of(tail), values=_sizes(layout))
@@ -313,10 +311,7 @@ def outline_score(
         num_pages: ``[B] int32``, pages of each request.
 
     Returns:
-        ``[B, Hq, P] float32``; scores from ``num_pages`` on mean nothing.
-
-    Raises:
-        KernelError: a page is beyond the outlines.
+        ``[B, Hq, P] float32``, higher is kept; scores from ``num_pages`` on mean nothing.
     """
     tensors = (query, outlines, host_page_table, num_pages)
     scores: Tensor = OUTLINE_SCORE(impl, *tensors)(*tensors)

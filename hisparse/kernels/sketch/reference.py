@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hisparse.kernels.attention.op import scaled_query
+from hisparse.kernels.arguments import Arg, check_all
 from hisparse.kernels.attention.reference import paged_attention
 from hisparse.kernels.sketch.op import (
     BLOCK,
@@ -14,6 +14,8 @@ from hisparse.kernels.sketch.op import (
     tail_lse,
 )
 from hisparse.kernels.summary.reference import stored_pages
+
+_OUTLINED = (Arg("sketches", "*P bytes", torch.uint8, layout="any"),)
 
 
 def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
@@ -32,7 +34,7 @@ def sketch_score(
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
     """See :func:`hisparse.kernels.sketch_score`."""
-    query = scaled_query(query, scale)
+    query = query.float() * scale
     page_keys = sketch_keys(sketches[host_page_table.long()], layout)
     grouped = query.unflatten(1, (page_keys.shape[2], -1))
     scores = torch.einsum("bhgd,bphsd->bhgps", grouped, page_keys).logsumexp(-1).flatten(1, 2)
@@ -70,6 +72,7 @@ def page_outline(sketches: Tensor, layout: SketchLayout) -> Tensor:
     Returns:
         ``[..., outline_bytes(layout.dim)] uint8``.
     """
+    check_all(_OUTLINED, (sketches,), {"bytes": layout.num_bytes}, "sketches")
     base = sketches[..., : layout.dim].view(torch.int8).float()
     base = torch.nn.functional.pad(base, (0, -layout.dim % (2 * BLOCK)))
     # The inverse of the values that four bits stand for, rounded.

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hisparse.kernels.sketch.op import MOST_SCALE, SCALE_OFFSET, SketchLayout
-from hisparse.kernels.triton_common import require_dense_rows
+from hisparse.kernels.triton_common import existing, require_dense_rows
 
 #: Smallest sizes of a matrix product, for outlines.
 _PAGES = 16
@@ -203,7 +203,7 @@ def outline_score(
         (outlines, *outlines.stride()[:2]),
         (host_page_table, *host_page_table.stride(), num_pages.contiguous()),
         scores,
-        (width, q_heads),
+        (width, q_heads, outlines.shape[0]),
         _OutlineConstants(
             group=group,
             queries=_MOST_QUERIES,
@@ -223,22 +223,22 @@ def _outline_kernel(
     outlines,  # [host pages, Hkv, bytes], and its strides of pages and heads
     host_pages,  # [B, P], and its strides; pages of each request [B]
     scores,  # [B, Hq, P]
-    shape,  # P, Hq
+    shape,  # P, Hq, host pages
     const: tl.constexpr,
 ):
     outline_data, stride_page, stride_head = outlines
     table, stride_table, stride_entry, num_pages = host_pages
-    width, q_heads = shape
+    width, q_heads, num_host_pages = shape
     head, part = tl.program_id(1) // const.parts, tl.program_id(1) % const.parts
     request = tl.program_id(2).to(tl.int64)
     page = tl.program_id(0) * const.pages + tl.arange(0, const.pages)
-    count = tl.load(num_pages + request)
+    count = tl.minimum(tl.load(num_pages + request), width)
     # A captured step has programs for the longest context.
     if tl.program_id(0) * const.pages >= count:
         return
     present = page < count
     entry = table + request * stride_table + page * stride_entry
-    host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
+    host_page = existing(tl.load(entry, mask=present, other=0), num_host_pages).to(tl.int64)
     source = (outline_data + host_page * stride_page + head * stride_head)[:, None]
     member = part * const.queries + tl.arange(0, const.queries)
     row = request * q_heads + head * const.group + member

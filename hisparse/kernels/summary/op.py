@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
-from hisparse.kernels.attention.op import scaled_query
 from hisparse.kernels.operation import Operation
 from hisparse.kernels.quantize.op import check_scales
 
@@ -41,25 +40,23 @@ def _summarize_on_cpu(call: Callable[..., Any], *tensors: Any) -> None:
 PAGE_SUMMARY = Operation(
     __name__,
     "page_summary",
-    Arg("keys", FLOATS, "N S Hkv D"),
-    Arg("summaries", _DTYPES, "pages ranges Hkv 2*D", written=True),
-    Arg("host_pages", (torch.int32, torch.int64), "N"),
-    Arg("scales", torch.float32, "pages ranges Hkv", optional=True, written=True, layout="all"),
+    Arg("keys", "N S! Hkv D", *FLOATS),
+    Arg("summaries", "pages ranges Hkv 2*D", *_DTYPES, written=True, layout="all"),
+    Arg("host_pages", "N", torch.int32, torch.int64),
+    Arg("scales", "pages ranges Hkv", torch.float32, optional=True, written=True, layout="all"),
     cpu=_summarize_on_cpu,
     also=_ranges_fit,
 )
 PAGE_SCORE = Operation(
     __name__,
     "page_score",
-    Arg("query", FLOATS, "B Hq D", layout="all"),
-    Arg("summaries", _DTYPES, "pages ranges Hkv 2*D", layout="all"),
-    Arg("host_page_table", torch.int32, "B P"),
-    Arg("num_pages", torch.int32, "B", layout="all"),
-    Arg("scales", torch.float32, "pages ranges Hkv", optional=True, layout="all"),
-    results=(Result("query", "B Hq P"),),
-    cpu=lambda call, query, summaries, host_page_table, num_pages, scales, scale: call(
-        scaled_query(query, scale), summaries, host_page_table, num_pages, scales
-    ),
+    Arg("query", "B Hq D", *FLOATS, layout="all"),
+    Arg("summaries", "pages! ranges! Hkv 2*D", *_DTYPES, layout="all"),
+    Arg("host_page_table", "B P", torch.int32),
+    Arg("num_pages", "B", torch.int32, layout="all"),
+    Arg("scales", "pages ranges Hkv", torch.float32, optional=True, layout="all"),
+    results=(Result(torch.float32, "B Hq P"),),
+    cpu=True,
     also=lambda tensors, sizes: check_divides("summaries", sizes["Hkv"], sizes["Hq"]),
 )
 
@@ -80,16 +77,12 @@ def page_summary(
 
     Args:
         keys: ``[P, S, Hkv, D]`` float32, bfloat16 or float16; any strides. The ranges divide S.
-        summaries: ``[host pages, ranges, Hkv, 2D]``, float32, bfloat16 or float8_e4m3fn; maxima,
-            then minima. Written to.
+        summaries: ``[host pages, ranges, Hkv, 2D]``, float32, bfloat16 or float8_e4m3fn,
+            contiguous; maxima, then minima. Written to.
         host_pages: ``[P]`` int32 or int64, entry of ``summaries`` for each page. -1 is skipped, and
             a GPU skips 0 too, the padding page. If an entry stands twice, either page may win.
         scales: ``[host pages, ranges, Hkv] float32``, contiguous, factors of the summaries. Written
             to. float8_e4m3fn needs them, the other dtypes have none.
-
-    Raises:
-        KernelError: the scales are not contiguous, the rows of ``summaries`` are not dense, or a
-            page is beyond the summaries.
     """
     run = PAGE_SUMMARY(impl, keys, summaries, host_pages, scales)
     run(keys, summaries, host_pages, scales)

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from hisparse.kernels.attention.op import scaled_query
-
 _FP8_LEAST_NORMAL = 2.0**-6
 #: Added to a float's bits, it carries into the exponent if the fraction is above that of 448, the
 #: largest number of float8_e4m3fn.
@@ -48,7 +46,7 @@ def page_score(
     scale: float,
 ) -> Tensor:
     """See :func:`hisparse.kernels.page_score`."""
-    query = scaled_query(query, scale)
+    query = query.float() * scale
     pages, (ranges, kv_heads) = host_page_table.long(), summaries.shape[1:3]
     gathered = summaries[pages].flatten(1, 2).to(query.dtype)  # [B, P * ranges, Hkv, 2D]
     if scales is not None:

@@ -87,7 +87,7 @@ def page_score(
         ),
         (host_page_table, *host_page_table.stride(), num_pages.contiguous()),
         scores,
-        (width, q_heads, kv_heads),
+        (width, q_heads, kv_heads, summaries.shape[0]),
         scale,
         _ScoreConstants(
             group=group,
@@ -113,7 +113,7 @@ def _tile_sizes(dim: int, group: int, dtype: torch.dtype, parts: int) -> dict[st
         block = 64 if columns > 256 else min(32, columns)
         return {"columns": block, "queries": _MIN_QUERIES, "pages": 16}
     if columns > 256:
-        pages = 64 if dtype == torch.float8_e4m3fn and parts == 1 else 32
+        pages = (32 if parts == 1 else 16) * (2 if dtype == torch.float8_e4m3fn else 1)
         return {"columns": 64, "queries": min(16, queries), "pages": pages}
     return {"columns": columns, "queries": min(16, queries), "pages": 64}
 
@@ -139,7 +139,7 @@ def _powers(query, q, asked, const: tl.constexpr):
     for start in range(const.columns, 2 * const.dim, const.columns):
         more = _signed(query, start, asked, const)
         largest = tl.maximum(largest, tl.max(tl.abs(more), axis=1))
-    return power_of(largest, 14)
+    return power_of(largest)
 
 
 @triton.jit
@@ -148,14 +148,14 @@ def _score_kernel(
     summaries,  # [host pages, ranges, Hkv, 2D], its strides of pages, ranges and heads, and scales
     host_pages,  # [B, P], and its strides; pages of each request [B]
     scores,  # [B, Hq, P]
-    shape,  # P, Hq, Hkv
+    shape,  # P, Hq, Hkv, host pages
     scale,
     const: tl.constexpr,
 ):
     query_data, query_request, query_head, query_dim = query
     summary_data, stride_page, stride_range, stride_head, scales = summaries
     table, stride_table, stride_entry, num_pages = host_pages
-    width, q_heads, kv_heads = shape
+    width, q_heads, kv_heads, num_host_pages = shape
     PAGES: tl.constexpr = const.pages
     QUERIES: tl.constexpr = const.queries
     request = tl.program_id(2).to(tl.int64)
@@ -167,13 +167,16 @@ def _score_kernel(
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     row = request * q_heads + head * const.group + member
     target = scores + row[None, :] * width + page[:, None]
-    count = tl.load(num_pages + request)
+    count = tl.minimum(tl.load(num_pages + request), width)
     # A captured step has programs for the longest context.
     if tl.program_id(0) * PAGES >= count:
         return
     present = page < count
     entry = table + request * stride_table + page * stride_entry
-    host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
+    host_page = tl.load(entry, mask=present, other=0)
+    # As `existing`, with which ptxas spills for sm_100.
+    host_page = tl.where(host_page < num_host_pages, host_page, num_host_pages - 1)
+    host_page = tl.maximum(host_page, 0).to(tl.int64)
     rows = summary_data + host_page * stride_page + head * stride_head
     source = query_data + request * query_request + (head * const.group + member) * query_head
     factor = tl.full((QUERIES,), scale, tl.float32)

@@ -77,7 +77,7 @@ def _gather_on_cuda(
     listed = device.type == "cuda" and "cpu" in (src_pages.device.type, dst_pages.device.type)
     if listed and copy_pages(src, src_pages.cpu(), dst, dst_pages.cpu(), heads):
         return
-    call(src, upload(src_pages, device), dst, upload(dst_pages, device), heads)
+    call(*src, upload(src_pages, device), *dst, upload(dst_pages, device), heads)
 
 
 def copy_pages(
@@ -86,7 +86,6 @@ def copy_pages(
     dst: MovedKV,
     dst_pages: Tensor,
     heads: int,
-    limits: tuple[int, int] = (MIN_COPY_BYTES, PIECE_BYTES),
 ) -> bool:
     """``gather_pages`` by the copy engine: pages that follow each other go in one call.
 
@@ -94,67 +93,83 @@ def copy_pages(
         src, dst, heads: as ``gather_pages``; without values only keys are moved.
         src_pages: ``[R, K] int32`` on the CPU.
         dst_pages: ``[R, K] int32`` on the CPU.
-        limits: bytes that a call has to move on average, else nothing is copied; and no call reads
-            or writes on both sides of a multiple of the second number.
 
     Returns:
-        Whether the pages are being copied.
-
-    Raises:
-        KernelError: as ``gather_pages``, and for a page that a pool does not have.
+        Whether the pages are being copied: not if calls would move too few bytes on average. No
+        call reads or writes on both sides of a multiple of ``PIECE_BYTES``.
     """
     tensors = GATHER_PAGES.native([*src, src_pages, *dst, dst_pages])
-    return bool(call_cuda("copy_pages", *tensors, heads, *limits))
+    return bool(call_cuda("copy_pages", *tensors, heads, MIN_COPY_BYTES, PIECE_BYTES))
 
 
 GATHER_PAGES = Operation(
     __name__,
     "gather_pages",
-    Arg("src.k", None, "?L Ps Hs S Dk", on=(), layout="any"),
-    Arg("src.v", None, "?L Ps Hs S Dv", on=("src.k",), layout="any"),
-    Arg("src_pages", _I32, "R K", on=_LISTS),
-    Arg("dst.k", "src.k", "?L Pd Hd S Dk", on=(), written=True, layout="any"),
-    Arg("dst.v", "src.v", "?L Pd Hd S Dv", on=("dst.k",), written=True, layout="any"),
-    Arg("dst_pages", _I32, "R K", on=_LISTS),
-    cpu=True,
+    Arg("src.k", "?L Ps Hs S Dk", on=(), layout="any"),
+    Arg("src.v", "?L Ps Hs S Dv", on=("src.k",), layout="any"),
+    Arg("src_pages", "R K", _I32, on=_LISTS),
+    Arg("dst.k", "?L Pd Hd S Dk", like="src.k", on=(), written=True, layout="any"),
+    Arg("dst.v", "?L Pd Hd S Dv", like="src.v", on=("dst.k",), written=True, layout="any"),
+    Arg("dst_pages", "R K", _I32, on=_LISTS),
+    cpu=lambda call, src, src_pages, dst, dst_pages, heads: call(
+        *src, src_pages, *dst, dst_pages, heads
+    ),
     cuda=_gather_on_cuda,
     also=_heads_fit,
 )
 SCATTER_TOKENS = Operation(
     __name__,
     "scatter_tokens",
-    Arg("dst.k", None, "?L P H S Dk", on=(), written=True, layout="any"),
-    Arg("dst.v", None, "?L P H S Dv", on=("dst.k",), written=True, layout="any"),
-    Arg("k", "dst.k", "?L T H Dk", on=(), layout="any"),
-    Arg("v", "dst.v", "?L T H Dv", on=("k",), layout="any"),
-    Arg("slots", _I64, "T", on=("cpu", "k", "dst.k")),
-    cpu=True,
+    Arg("dst.k", "?L P H S Dk", on=(), written=True, layout="any"),
+    Arg("dst.v", "?L P H S Dv", on=("dst.k",), written=True, layout="any"),
+    Arg("k", "?L T H Dk", like="dst.k", on=(), layout="any"),
+    Arg("v", "?L T H Dv", like="dst.v", on=("k",), layout="any"),
+    Arg("slots", "T", _I64, on=("cpu", "k", "dst.k")),
+    cpu=lambda call, dst, tokens, slots: call(*dst, *tokens, slots),
     cuda=lambda call, dst, tokens, slots: call(
-        dst, tokens, upload(slots, cuda_device(tokens[0], dst[0]))
+        *dst, *tokens, upload(slots, cuda_device(tokens[0], dst[0]))
     ),
 )
+
+
+def _append_on_cpu(
+    call: Callable[..., Any],
+    host: MovedKV,
+    tokens: MovedKV,
+    host_slots: Tensor,
+    device: MovedKV,
+    tail_slots: Tensor,
+) -> None:
+    """One call for the host's pages, and one for the tail pages."""
+    SCATTER_TOKENS.on_cpu(*host, *tokens, host_slots)
+    SCATTER_TOKENS.on_cpu(*device, *row_tokens(tokens, tail_slots.shape[0]), tail_slots)
+
+
 APPEND_TOKENS = Operation(
     __name__,
     "append_tokens",
-    Arg("host.k", None, "P H S Dk", on=(), written=True, layout="any"),
-    Arg("host.v", None, "P H S Dv", on=("host.k",), written=True, layout="any"),
-    Arg("k", "host.k", "T H Dk", on=(), layout="any"),
-    Arg("v", "host.v", "T H Dv", on=("k",), layout="any"),
-    Arg("host_slots", _I64, "T", on=("cpu", "k", "host.k")),
-    Arg("device.k", "host.k", "N Hr S Dk", on=(), written=True, layout="any"),
-    Arg("device.v", "host.v", "N Hr S Dv", on=("device.k",), written=True, layout="any"),
-    Arg("tail_slots", _I64, "R", on=("device.k",)),
-    cuda=True,
+    Arg("host.k", "P H S Dk", on=(), written=True, layout="any"),
+    Arg("host.v", "P H S Dv", on=("host.k",), written=True, layout="any"),
+    Arg("k", "T H Dk", like="host.k", on=(), layout="any"),
+    Arg("v", "T H Dv", like="host.v", on=("k",), layout="any"),
+    Arg("host_slots", "T", _I64, on=("cpu", "k", "host.k")),
+    Arg("device.k", "N Hr S Dk", like="host.k", on=(), written=True, layout="any"),
+    Arg("device.v", "N Hr S Dv", like="host.v", on=("device.k",), written=True, layout="any"),
+    Arg("tail_slots", "R", _I64, on=("device.k",)),
+    cpu=_append_on_cpu,
+    cuda=lambda call, host, tokens, host_slots, device, tail_slots: call(
+        *host, *tokens, upload(host_slots, tokens[0].device), *device, tail_slots
+    ),
     also=_tail_slots_fit,
 )
 GATHER_TOKENS = Operation(
     __name__,
     "gather_tokens",
-    Arg("src.k", None, "?L P H S Dk", on=(), layout="any"),
-    Arg("src.v", None, "?L P H S Dv", on=("src.k",), layout="any"),
-    Arg("slots", _I64, "T", on=()),
-    cpu=True,
-    cuda=lambda call, src, slots, tokens: call(src, upload(slots, tokens[0].device), tokens),
+    Arg("src.k", "?L P H S Dk", on=(), layout="any"),
+    Arg("src.v", "?L P H S Dv", on=("src.k",), layout="any"),
+    Arg("slots", "T", _I64, on=()),
+    cpu=lambda call, src, slots, tokens: call(*src, slots, *tokens),
+    cuda=lambda call, src, slots, tokens: call(*src, upload(slots, tokens[0].device), *tokens),
 )
 
 
@@ -192,10 +207,10 @@ def scatter_tokens(k: Tensor, v: Tensor, dst: Pages, slots: Tensor, *, impl: str
     """Write token t to page ``slots[t] // S``, offset ``slots[t] % S``, all heads.
 
     Args:
-        k: ``[T, H, Dk]`` or ``[L, T, H, Dk]``, any strides.
-        v: ``[T, H, Dv]`` or ``[L, T, H, Dv]``, any strides; not read where ``dst.v`` is a view of
-            ``dst.k``.
-        dst: ``[P, H, S, D]`` or ``[L, P, H, S, D]`` pages, any strides. Written to.
+        k: ``[T, H, Dk]`` or ``[L, T, H, Dk]``, dtype of ``dst``, any strides.
+        v: ``[T, H, Dv]`` or ``[L, T, H, Dv]``, same dtype, any strides; not read where
+            ``dst.v`` is a view of ``dst.k``.
+        dst: ``[P, H, S, D]`` or ``[L, P, H, S, D]`` pages, any dtype and strides. Written to.
         slots: ``[T] int64``, 0 or more; if a slot stands twice, either token may win. On the CPU,
             or on the device of ``k`` or ``dst``.
     """
@@ -218,11 +233,12 @@ def append_tokens(
 
     Args:
         k: ``[T, H, Dk]``, in the dtype of the pools, any strides.
-        v: ``[T, H, Dv]``, alike; not read where ``host.v`` is a view of ``host.k``.
-        host: ``[P, H, S, D]`` pages, any strides. Written to.
+        v: ``[T, H, Dv]``, same dtype, any strides; not read where ``host.v`` is a view of
+            ``host.k``.
+        host: ``[P, H, S, D]`` pages, any dtype and strides. Written to.
         host_slots: ``[T] int64``, page times S, plus the offset in it.
-        device: ``[N, Hr, S, D]`` pages, any strides. Written to. Hr is H, or 1: then row r of R
-            gets head ``r % (R // T) * H // (R // T)``.
+        device: ``[N, Hr, S, D]`` pages, dtype of ``host``, any strides. Written to. Hr is H, or 1:
+            then row r of R gets head ``r % (R // T) * H // (R // T)``.
         tail_slots: ``[R] int64``, as ``host_slots``; no slot twice.
     """
     pools = (host.k, host.v, k, v, host_slots, device.k, device.v, tail_slots)
@@ -236,12 +252,12 @@ def gather_tokens(src: Pages, slots: Tensor, *, impl: str = "auto") -> tuple[Ten
     """Read tokens from pages.
 
     Args:
-        src: ``[P, H, S, D]`` or ``[L, P, H, S, D]`` pages, any strides.
+        src: ``[P, H, S, D]`` or ``[L, P, H, S, D]`` pages, any dtype and strides.
         slots: ``[T] int64``, 0 or more.
 
     Returns:
-        K ``[T, H, Dk]`` and V ``[T, H, Dv]``, or ``[L, T, H, D]``, on the pages' device or that of
-        ``slots``; V is a view of K where ``src.v`` is a view of ``src.k``.
+        K ``[T, H, Dk]`` and V ``[T, H, Dv]``, or ``[L, T, H, D]``, dtype of ``src``, on the pages'
+        device or that of ``slots``; V is a view of K where ``src.v`` is a view of ``src.k``.
     """
     run = GATHER_TOKENS(impl, src.k, src.v, slots)
     keys_only = _lies_within(src)
@@ -261,7 +277,8 @@ def upload(
     other memory would wait for all that the stream still has to do.
 
     Args:
-        values: values on the host; a tensor may lie on the device, and is then returned.
+        values: any shape and dtype, on the host; a tensor may lie on the device, and is then
+            returned.
         device: where the result is.
         dtype: of the result; None: that of the values.
     """
@@ -283,28 +300,26 @@ def _moved(kv: Pages | tuple[Tensor, Tensor], keys_only: bool) -> MovedKV:
 
 
 def row_tokens(tokens: MovedKV, num_rows: int) -> MovedKV:
-    """``[T, Hkv, D]`` -> ``[R, 1, D]``, the KV head of each row; with one row a request, as is."""
+    """``[T, Hkv, D]`` -> ``[T * Hkv, 1, D]``, one for each R / T / Hkv rows; if R is T, as is."""
     k, v = tokens
-    heads = num_rows // max(len(k), 1)
-    if heads <= 1:
+    if num_rows <= k.shape[0]:
         return tokens
-    copies = heads // k.shape[1]
-
-    def each(x: Tensor) -> Tensor:
-        repeated = x if copies == 1 else x.repeat_interleave(copies, dim=1)
-        return repeated.reshape(-1, 1, x.shape[-1])
-
-    return each(k), None if v is None else each(v)
+    return k.reshape(-1, 1, k.shape[-1]), None if v is None else v.reshape(-1, 1, v.shape[-1])
 
 
 def new_tokens(pages_kv: Tensor, slots: Tensor) -> Tensor:
-    """Uninitialised tokens of pages, ``[T, H, D]`` or ``[L, T, H, D]``."""
+    """Uninitialised tokens ``[T, H, D]`` or ``[L, T, H, D]``, in the dtype of the pages.
+
+    Args:
+        pages_kv: ``[P, H, S, D]`` or ``[L, P, H, S, D]``, any dtype.
+        slots: ``[T] int64``.
+    """
     *layers, _, heads, _, width = pages_kv.shape
     shape = (*layers, slots.shape[0], heads, width)
     return torch.empty(shape, dtype=pages_kv.dtype, device=cuda_device(slots, pages_kv))
 
 
 def cuda_device(*tensors: Tensor) -> torch.device:
-    """The CUDA device among those of the tensors, else the first."""
+    """The CUDA device among those of the tensors, of any shape and dtype; else the first."""
     devices = [tensor.device for tensor in tensors]
     return next((device for device in devices if device.type == "cuda"), devices[0])

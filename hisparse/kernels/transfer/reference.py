@@ -25,11 +25,12 @@ def gather_pages(
 
 
 def scatter_tokens(dst: MovedKV, tokens: MovedKV, slots: Tensor) -> None:
-    """See :func:`hisparse.kernels.scatter_tokens`."""
+    """See :func:`hisparse.kernels.scatter_tokens`; consecutive slots may share a token."""
     slots, size = slots.to(dst[0].device), dst[0].shape[-2]
     for pages_kv, x in zip(dst, tokens, strict=True):
         if pages_kv is not None and x is not None:
             moved = x if x.ndim == 3 else x.transpose(0, 1)
+            moved = moved.repeat_interleave(len(slots) // max(len(moved), 1), 0)
             pages_kv[..., slots // size, :, slots % size, :] = moved.to(pages_kv.device)
 
 

@@ -46,7 +46,6 @@ class _Publisher:
         from prometheus_client import Counter, Gauge
         from sglang.srt.runtime_context import get_serving
 
-        assert session.coordinator is not None, "the coordinator is built before its metrics"
         self._session, self._allocator = session, model_runner.token_to_kv_pool_allocator
         self._features = features.enabled()
         texts = dict(COUNTERS)
@@ -82,7 +81,6 @@ class _Publisher:
     def publish(self, stats: CacheStats) -> None:
         """Add what was counted since the last call."""
         session = self._session
-        assert session.coordinator is not None, "see above"
         values: Mapping[str, int] = vars(stats) | dict(stats.extensions)
         for feature in self._features:
             values = {**values, **feature.totals(session)}

@@ -54,15 +54,11 @@ def load(sources: Path, cache: Path, optimization: str = "-O0") -> Any:
     return tvm_ffi.load_module(str(target))
 
 
-def spoiled(
-    folder: Path,
-    changes: Mapping[str, Sequence[tuple[str, str]]],
-    sources: Sequence[str] = ("lru_diff.cu", "row_state.cu"),
-) -> Path:
-    """A copy of ``sources``, those of LRU bookkeeping unless given; by file name, texts to replace
-    that stand there once, and what replaces them.
+def spoiled(folder: Path, changes: Mapping[str, Sequence[tuple[str, str]]]) -> Path:
+    """A copy of the sources of LRU bookkeeping; by file name, texts to replace that stand there
+    once, and what replaces them.
     """
-    files = [SOURCES / name for name in sources]
+    files = [SOURCES / name for name in ("diff_tables.cu", "row_state.cu")]
     for path in [*files, *SOURCES.glob("*.h"), *SOURCES.glob("include/*/*.*h")]:
         text = path.read_text()
         for old, new in changes.get(path.name, ()):

@@ -94,6 +94,7 @@ class Cluster;
 inline Cluster* running = nullptr;  // the cluster that runs
 inline uint64_t random_state = 1;  // set by the tests
 inline std::string failure;        // of the last launch
+inline unsigned num_failures = 0;  // clusters that did not end
 constexpr int kProcessors = 4;
 inline int max_blocks = kProcessors;  // multiprocessors that the device says it has
 
@@ -169,6 +170,7 @@ class Cluster {
     }
     if (failure.empty() && num_done_ < num_threads_) describe_deadlock();
     if (failure.empty()) return true;
+    ++num_failures;
     fibers_.clear();  // Their stacks are in the middle of a kernel.
     return false;
   }

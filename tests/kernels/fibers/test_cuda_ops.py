@@ -7,25 +7,27 @@ from random import Random
 
 import pytest
 import torch
-from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels import (
     RowState,
     gather_pages,
     gather_tokens,
-    lru_diff,
     promote_tail,
     scatter_tokens,
 )
 from hisparse.kernels.build import cuda as _build_cuda
-from hisparse.kernels.transfer.op import PIECE_BYTES, copy_pages
+from hisparse.kernels.transfer import op as transfer
+from hisparse.kernels.transfer.op import copy_pages
 from hisparse.types import PagedKV
 from tests.kernels.test_transfer import LAYOUTS, assert_same_bytes, pages
-from tests.kernels.world import World, i32, indexed
+from tests.kernels.world import World, diff_slots, full_state, i32, indexed, wide_trace
 
-#: The copy engine serves runs of any size.
-EVERY = (0, PIECE_BYTES)
+
+@pytest.fixture
+def every(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy engine takes pages however few follow each other."""
+    monkeypatch.setattr(transfer, "MIN_COPY_BYTES", 0)
 
 
 @pytest.fixture
@@ -36,68 +38,23 @@ def small_shared_memory(fibers: str) -> Iterator[str]:
     _build_cuda.call_cuda("set_shared_limit", -1)
 
 
-def full_state(rows: int, slots: int, capacity: int) -> RowState:
-    order = torch.arange(slots, dtype=torch.int32).repeat(rows, 1)
-    order[:, capacity:] = -1
-    return indexed(torch.full_like(order, -1), order)
-
-
-def wide_trace(impl: str, steps: int, width: int, slots: int, num_pages: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    state, results = full_state(2, slots, slots - 3), []
-    for _ in range(steps):
-        chosen = [torch.randperm(num_pages, generator=generator)[:width] for _ in range(2)]
-        table = torch.randperm(num_pages, generator=generator).int().repeat(2, 1)
-        diff = lru_diff(
-            torch.stack(chosen).int(), table, i32([slots - 3] * 2), i32([2]), state, impl=impl
-        )
-        results += [t.clone() for t in (*diff, *state[:3])]
-    return results
-
-
-def test_the_size_of_the_goal_agrees_with_the_reference(fibers: str) -> None:
-    """2,048 of 4,096 slots: blocks of 1,024 threads, lists of 72 KB in shared memory."""
-    sizes = (2, 2048, 4096, 5000)
-    assert all(map(torch.equal, wide_trace(fibers, *sizes), wide_trace("reference", *sizes)))
-
-
 def test_a_selection_too_wide_for_shared_memory_uses_scratch(small_shared_memory: str) -> None:
     state = full_state(1, 400, 400)
-    assert _build_cuda.call_cuda("lru_diff_scratch_bytes", state.slot_pages, 300) > 1024
+    assert _build_cuda.call_cuda("diff_tables_scratch_bytes", state.slot_pages, 300) > 1024
     sizes = (4, 300, 400, 700)
     got = wide_trace(small_shared_memory, *sizes)
     assert all(map(torch.equal, got, wide_trace("reference", *sizes)))
 
 
-@pytest.mark.parametrize(
-    ("change", "selection"),
-    [
-        pytest.param({}, [[1, 2, 3, 4, 5]], id="more-pages-than-slots"),
-        pytest.param({}, [[1, 20, -1, -1, -1]], id="page-beyond-the-table"),
-        pytest.param({"capacity": i32([7])}, [[1, 2, 3, -1, -1]], id="capacity-beyond-the-tables"),
-        pytest.param({"rows": torch.tensor([3])}, [[1, 2, 3, -1, -1]], id="no-such-row"),
-        pytest.param({"order": 9}, [[1, 2, 3, -1, -1]], id="no-such-slot"),
-    ],
-)
-def test_a_row_that_cannot_be_served_is_marked_and_unchanged(
-    unverified: str, change: dict[str, object], selection: list[list[int]]
-) -> None:
+def test_a_row_whose_order_names_no_slot_is_marked_and_unchanged(unverified: str) -> None:
     state = full_state(3, 6, 4)
     state.slot_pages[0, :4] = i32([7, 1, 8, 9])
     state = indexed(*state[:3])
-    if "order" in change:
-        state.lru_order[0, 2] = 9
+    state.lru_order[0, 2] = 9
     before = [t.clone() for t in state[:3]]
-    diff = lru_diff(
-        i32(selection),
-        i32([list(range(20))]),
-        change.get("capacity", i32([4])),
-        i32([1]),
-        state,
-        rows=change.get("rows", torch.tensor([0])),
-        impl=unverified,
-    )
-    assert [t.tolist() for t in diff] == [[[-1] * 5]] * 3 + [[0], [-1]]
+    selection, table = i32([[1, 2, 3, -1, -1]]), i32([list(range(20))])
+    diff = diff_slots(selection, table, i32([4]), i32([1]), state, impl=unverified)
+    assert [t.tolist() for t in diff[:5]] == [[[-1] * 5]] * 3 + [[0], [-1]]
     assert all(map(torch.equal, state[:3], before))
 
 
@@ -118,7 +75,7 @@ def test_verification_names_what_is_out_of_range(fibers: str) -> None:
     with pytest.raises(KernelError, match="slots: got -1, expected 0 to 15"):
         gather_tokens(pool, torch.tensor([-1]), impl=fibers)
     with pytest.raises(KernelError, match="selection: row 0 cannot be served, .* capacity 1"):
-        lru_diff(
+        diff_slots(
             i32([[1, 2]]), i32([[0] * 3]), i32([1]), i32([1]), full_state(1, 1, 1), impl=fibers
         )
     world = World(1, 4, Random(0), fibers)
@@ -147,7 +104,7 @@ def test_rows_that_are_not_contiguous_or_odd_are_refused(fibers: str) -> None:
         gather_pages(shifted, pair, plain, pair, impl=fibers)
     state = RowState(*(torch.zeros(1, 8, dtype=torch.int32)[:, ::2] for _ in range(4)))
     with pytest.raises(KernelError, match="slot_pages: got stride 2 in its last dimension"):
-        lru_diff(i32([[0]]), i32([[0]]), i32([4]), i32([1]), state, impl=fibers)
+        diff_slots(i32([[0]]), i32([[0]]), i32([4]), i32([1]), state, impl=fibers)
 
 
 def test_a_dimension_of_size_one_may_have_any_stride(fibers: str) -> None:
@@ -172,6 +129,7 @@ def test_unpinned_host_memory_is_refused(fibers: str) -> None:
 @pytest.mark.parametrize("to", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("heads", [1, 3], ids=["whole", "per-head"])
+@pytest.mark.usefixtures("every")
 def test_the_copy_engine_gives_the_kernel_s_bytes(
     fibers: str, layout: str, to: str, heads: int
 ) -> None:
@@ -180,7 +138,7 @@ def test_the_copy_engine_gives_the_kernel_s_bytes(
     dst, expected = (pages(to, 30, 3 if heads == 1 else 1, 4, (8, 16), fill=5.0) for _ in "ab")
     src_pages = i32([[3, 4, 5, -1, 6, 9], [10, 11, 12, 0, 1, 2], [7, 7, 8, 8, -1, 19]])
     dst_pages = i32([[0, 1, 2, 29, 3, 4], [5, 6, 7, 10, 11, 12], [20, 21, -1, 22, 23, 24]])
-    assert copy_pages(src, src_pages, dst, dst_pages, heads, EVERY)
+    assert copy_pages(src, src_pages, dst, dst_pages, heads)
     gather_pages(src, src_pages, expected, dst_pages, heads=heads, impl=fibers)
     assert_same_bytes(dst, expected)
 
@@ -196,28 +154,39 @@ def small_pieces(fibers: str) -> Iterator[int]:
 @pytest.mark.parametrize("to", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("heads", [1, 3], ids=["whole", "per-head"])
+@pytest.mark.usefixtures("every")
 def test_a_copy_never_spans_two_pieces_of_page_locked_memory(
-    fibers: str, small_pieces: int, layout: str, to: str, heads: int
+    fibers: str,
+    small_pieces: int,
+    layout: str,
+    to: str,
+    heads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CUDA may refuse one that does: rows that lie in two pieces are split, others go together."""
     src = pages(layout, 20, 3, 4, (20, 36))
     dst, expected = (pages(to, 30, 3 if heads == 1 else 1, 4, (20, 36), fill=5.0) for _ in "ab")
     ids = i32([[3, 4, 5, -1, 6, 9], [10, 11, 12, 0, 1, 2], [7, 8, 13, 14, -1, 19]])
     with pytest.raises(RuntimeError, match="cudaMemcpy(2D)?Async"):
-        copy_pages(src, ids, dst, ids, heads, EVERY)
-    assert copy_pages(src, ids, dst, ids, heads, (0, small_pieces))
+        copy_pages(src, ids, dst, ids, heads)
+    monkeypatch.setattr(transfer, "PIECE_BYTES", small_pieces)
+    assert copy_pages(src, ids, dst, ids, heads)
     gather_pages(src, ids, expected, ids, heads=heads, impl=fibers)
     assert_same_bytes(dst, expected)
 
 
-def test_the_copy_engine_is_left_alone_where_calls_are_small(fibers: str) -> None:
+def test_the_copy_engine_is_left_alone_where_calls_are_small(
+    fibers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     src, dst = (pages("page_head", 9, 1, 4, (8, 8), fill=x) for x in (1.0, 2.0))
     ids, apart = i32([[0, 1, 2, 3]]), i32([[0, 2, 4, 6]])
     whole = 4 * 4 * 8 * 4  # bytes of the four pages, which one call moves
-    assert not copy_pages(src, ids, dst, ids, 1, (whole + 1, PIECE_BYTES))
-    assert not copy_pages(src, apart, dst, ids, 1, (whole, PIECE_BYTES))
+    monkeypatch.setattr(transfer, "MIN_COPY_BYTES", whole + 1)
+    assert not copy_pages(src, ids, dst, ids, 1)
+    monkeypatch.setattr(transfer, "MIN_COPY_BYTES", whole)
+    assert not copy_pages(src, apart, dst, ids, 1)
     assert (dst.k == 2).all()
-    assert copy_pages(src, ids, dst, ids, 1, (whole, PIECE_BYTES))
+    assert copy_pages(src, ids, dst, ids, 1)
     assert (dst.k[:4] == 1).all()
     with pytest.raises(KernelError, match="dst_pages: got 9, expected at most 8"):
-        copy_pages(src, ids, dst, ids + 6, 1, EVERY)
+        copy_pages(src, ids, dst, ids + 6, 1)

@@ -1,16 +1,19 @@
-"""SGLang on a GPU with CUDA graphs and overlap on: ``python -m tests.kernels.gpu.served``.
+"""SGLang on a GPU, captured and with overlap: ``python -m tests.kernels.gpu.served [load]``.
 
 The model has the shapes of Llama-3.1-8B, four layers and random weights, so no hub is needed. The
 gate: the captured server gives the tokens of the eager one, and hisparse's dense path begins with
-those of SGLang's own backend. Prints the JSON of a benchmark.
+those of SGLang's own backend. ``load`` serves all 32 layers to 8 long prompts at once instead,
+which takes 90 GB of the GPU and 70 GB of host memory. Prints the JSON of a benchmark.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,14 @@ MODEL = {
     "rope_theta": 500000.0,
     "torch_dtype": "bfloat16",
 }
+#: ``load``: the whole model, and the prompts that it is asked at once.
+WHOLE_MODEL = MODEL | {
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+LOAD_REQUESTS, LOAD_CONTEXT, LOAD_TOKENS = 8, 61440, 128
 #: Settings of hisparse by server; None: SGLang's own backend.
 SERVERS: Mapping[str, Mapping[str, Any] | None] = {
     "sglang": None,
@@ -43,16 +54,30 @@ SERVERS: Mapping[str, Mapping[str, Any] | None] = {
 }
 
 
-def flags_of(config: Mapping[str, Any] | None, device: str = "cuda") -> list[str]:
-    """Flags of one server."""
+def flags_of(
+    config: Mapping[str, Any] | None,
+    device: str = "cuda",
+    *,
+    requests: int = 4,
+    tokens: int = 4 * CONTEXT,
+    memory: Mapping[str, str] = {"host_memory": "8GiB", "device_memory": "4GiB"},
+) -> list[str]:
+    """Flags of one server.
+
+    Args:
+        config: settings of hisparse; None: SGLang's own backend.
+        device: of the server.
+        requests, tokens: the most at once.
+        memory: what hisparse may take.
+    """
     flags = ["--device", device, "--dtype", "bfloat16", "--load-format", "dummy"]
-    flags += ["--skip-tokenizer-init", "--mem-fraction-static", "0.5", "--page-size", "16"]
+    flags += ["--skip-tokenizer-init", "--mem-fraction-static", "0.9", "--page-size", "16"]
     # A short start: three graphs, where SGLang would capture 36, and 58 for prompts.
-    flags += ["--max-running-requests", "4", "--cuda-graph-max-bs-decode", "4"]
-    flags += ["--disable-prefill-cuda-graph", "--max-total-tokens", str(4 * CONTEXT)]
+    flags += ["--max-running-requests", str(requests), "--cuda-graph-max-bs-decode", str(requests)]
+    flags += ["--disable-prefill-cuda-graph", "--max-total-tokens", str(tokens)]
     if config is None:
         return flags
-    settings = {"budget": BUDGET, "host_memory": "8GiB", "device_memory": "4GiB"} | dict(config)
+    settings = {"budget": BUDGET} | dict(memory) | dict(config)
     return [*flags, "--attention-backend", "hisparse", "--hisparse-config", json.dumps(settings)]
 
 
@@ -88,16 +113,62 @@ def cases_of(runs: Mapping[str, list[Generation]]) -> list[Case]:
     ]
 
 
-def main() -> int:
+def load_runs_of(model: Path, name: str) -> list[Generation]:
+    """The answers to prompts that a server gets at once, after a short one."""
+    flags = flags_of(
+        SERVERS[name],
+        requests=LOAD_REQUESTS,
+        tokens=LOAD_REQUESTS * (LOAD_CONTEXT + LOAD_TOKENS + 64),
+        memory={"host_memory": "66GiB", "device_memory": "16GiB"},
+    )
+    numbers = random.Random(0)
+    prompts = [numbers.choices(range(10, 31000), k=LOAD_CONTEXT) for _ in range(LOAD_REQUESTS)]
+    with ServerProcess(str(model), model / f"{name}.log", flags) as server:
+        server.start({})
+        server.stream(prompts[0][: 4 * BUDGET], LOAD_TOKENS)
+        with ThreadPoolExecutor(LOAD_REQUESTS) as pool:
+            return list(pool.map(lambda prompt: server.stream(prompt, LOAD_TOKENS), prompts))
+
+
+def load_cases_of(runs: Mapping[str, list[Generation]]) -> list[Case]:
+    """Time per token, and time to the last first token.
+
+    The gate: each answer's first token, which no selection decides, is SGLang's own.
+    """
+    first = [[run.ids[:1] for run in these] for these in runs.values()]
+    shape = {"context": LOAD_CONTEXT, "requests": LOAD_REQUESTS, "layers": 32}
+    params = shape | {"budget": BUDGET, "tokens": LOAD_TOKENS}
+    gate = "passed" if first[0][0] and first[0] == first[-1] else "failed"
+    times = {
+        "time_per_token": {n: [x.time_per_token_s for x in each] for n, each in runs.items()},
+        "last_ttft": {n: [max(x.ttft_s for x in each)] for n, each in runs.items()},
+    }
+    return [
+        Case(
+            name=name,
+            params=params,
+            gate=gate,
+            results=[Result.of(impl, seconds) for impl, seconds in found.items()],
+        )
+        for name, found in times.items()
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
     """Exit code 0 if the gate passed. A server that does not start is an error, with its log."""
+    load = list(arguments) == ["load"]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
-        (model / "config.json").write_text(json.dumps(MODEL))
-        runs = {name: runs_of(model, name) for name in SERVERS}
-    cases = cases_of(runs)
+        (model / "config.json").write_text(json.dumps(WHOLE_MODEL if load else MODEL))
+        if load:
+            cases = load_cases_of(
+                {name: load_runs_of(model, name) for name in ("sglang", "graphs")}
+            )
+        else:
+            cases = cases_of({name: runs_of(model, name) for name in SERVERS})
     print(Report(command="bench serve", device="cuda", cases=cases).to_json())
     return 0 if cases[0].gate == "passed" else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

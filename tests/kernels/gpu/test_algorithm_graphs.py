@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hisparse.algorithms import ALGORITHMS, DecodeStep, SelectionPolicy
 from hisparse.engine.representations import Representations
-from hisparse.kernels import DecodeRows, TailPages
+from hisparse.kernels import DecodeRows, HostKeys, TailPages
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, StoredKV
+from tests.shapes import small_spec
 
 NAMES = [name for name in ALGORITHMS if not ALGORITHMS.get(name).reads_host_keys]
 #: A page more than the longest request has in full: its tail.
@@ -36,7 +37,7 @@ class Tails:
         pages = torch.arange(BATCH, dtype=torch.int32, device=keys.device)
         return TailPages(StoredKV(keys, keys, None), pages, torch.full_like(pages, keys.shape[2]))
 
-    def host_pages(self, layer_id: int) -> PagedKV:
+    def host_keys(self, layer_id: int) -> HostKeys:
         raise AssertionError("only algorithms that read host keys do")
 
 
@@ -51,16 +52,9 @@ def make_step(name: str, device: str) -> DecodeStep:
     torch.manual_seed(0)
     cls: type[Any] = ALGORITHMS.get(name)
     size = 16 if cls.page_sizes is None else min(cls.page_sizes)
-    kv = KVSpec(
-        num_layers=1,
-        num_q_heads=2 * HEADS,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        v_head_dim=DIM,
-        dtype=torch.bfloat16,
-        page_size=size,
-        index_head_dim=32 if cls.indexer else 0,
-    )
+    heads = {"num_q_heads": 2 * HEADS, "num_kv_heads": HEADS, "head_dim": DIM, "v_head_dim": DIM}
+    heads |= {"index_head_dim": 32 if cls.indexer else 0}
+    kv = small_spec(num_layers=1, **heads, dtype=torch.bfloat16, page_size=size)
     policy = SelectionPolicy(
         kv=kv,
         scope=cls.scopes[0],

@@ -12,8 +12,8 @@ import torch
 from test_step_graphs import BATCH, CONTEXT, HEADS, LAYERS, ON_GPU, SIZE, Captured, make_world
 from torch import Tensor
 
+from hisparse.cache import manager
 from hisparse.cache.streams import CudaStreams, Lane, Pending, SideStreams
-from hisparse.engine import build
 from hisparse.engine.batches import PrefillBatch
 from hisparse.engine.prefill import PrefillChunk
 from hisparse_bench.random_requests import RandomRequests
@@ -41,7 +41,7 @@ def slow_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(device: torch.device) -> SideStreams:
         return SlowStreams(device) if device.type == "cuda" else DelayedStreams("late")
 
-    monkeypatch.setattr(build, "make_streams", make)
+    monkeypatch.setattr(manager, "make_streams", make)
 
 
 def new_tokens(world: RandomRequests, count: int) -> list[Tensor]:
@@ -60,15 +60,19 @@ def step(world: RandomRequests, tokens: list[Tensor]) -> Tensor:
 @DEVICES
 @pytest.mark.parametrize("scope", ["layer", "kv_head"])
 def test_steps_in_order_on_side_streams(scope: str, device: str) -> None:
-    """Eager and captured, bit for bit."""
+    """Eager and captured, bit for bit; captured steps have side work without overlap, too."""
     plain = make_world(device, scope, reuse_layers=2)
     world = make_world(device, scope, reuse_layers=2, overlap=True)
-    captured = Captured(make_world(device, scope, reuse_layers=2, overlap=True))
+    captured = [
+        Captured(make_world(device, scope, reuse_layers=2, overlap=overlap))
+        for overlap in (False, True)
+    ]
     for _ in range(2 * SIZE + 3):
         tokens = new_tokens(plain, BATCH)
         expected = step(plain, tokens)
         assert torch.equal(step(world, tokens), expected)
-        assert torch.equal(captured.step(tokens), expected)
+        for each in captured:
+            assert torch.equal(each.step(tokens), expected)
     assert plain.stats == world.stats
     assert plain.stats.miss_pages > 0
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hisparse.engine.batches import StaticBatch
 from hisparse.testing.recording import record
-from hisparse.types import KVSpec, SelectionScope
+from hisparse.types import SelectionScope
 from hisparse_bench.random_requests import RandomRequests
+from tests.shapes import small_spec
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 BATCH, PADDED, LAYERS, HEADS, DIM, SIZE = 3, 4, 2, 2, 64, 16
@@ -23,15 +24,9 @@ CONTEXT, ROOM = 40 * SIZE, 3 * SIZE
 
 
 def make_world(device: str, scope: SelectionScope, **settings: Any) -> RandomRequests:
-    kv = KVSpec(
-        num_layers=LAYERS,
-        num_q_heads=2 * HEADS,
-        num_kv_heads=HEADS,
-        head_dim=DIM,
-        v_head_dim=DIM,
-        dtype=torch.bfloat16 if device == "cuda" else torch.float32,
-        page_size=SIZE,
-    )
+    heads = {"num_q_heads": 2 * HEADS, "num_kv_heads": HEADS, "head_dim": DIM, "v_head_dim": DIM}
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    kv = small_spec(num_layers=LAYERS, **heads, dtype=dtype, page_size=SIZE)
     return RandomRequests(
         kv=kv,
         batch=BATCH,

@@ -235,6 +235,6 @@ class Step:
             self.num_pages,
             self.tails,
             self.tail_lens,
-            malformed=torch.zeros(1, dtype=torch.int64),
+            counts=torch.zeros(3, dtype=torch.int64),
         )
         return rows, RowState(held, order, devices, slots)

@@ -264,6 +264,7 @@ def _reads(
             found.append(400 + operand.value)
         elif operand.kind == "R":
             pair = operand is operands[-1] and name == "IMAD" and ("WIDE" in mods or "HI" in mods)
+            pair |= name == "IADD3" and "64" in mods
             found += range(operand.value, operand.value + max(wide, 1 + (pair or name == "RET")))
         for register, long, _ in operand.base:
             found += range(register, register + 1 + long)

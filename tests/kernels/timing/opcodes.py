@@ -50,6 +50,9 @@ def _imad(m: Machine, i: Instruction) -> None:
 
 
 def _iadd3(m: Machine, i: Instruction) -> None:
+    if "64" in i.mods:
+        m.set_pair(i.operands[0], sum(m.pair(o) for o in i.operands[1:] if o.kind != "P"))
+        return
     at = 1
     while i.operands[at].kind == "P":
         at += 1

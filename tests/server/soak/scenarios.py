@@ -119,6 +119,11 @@ SCENARIOS = (
     ),
     Scenario(name="sketch"),
     Scenario(name="sketch, retractions", chunks=False, retracts=True),
+    Scenario(
+        name="attention in host memory, retractions",
+        config={"miss": "host", "dense_layers": [1]},
+        retracts=True,
+    ),
     Scenario(name="quest", model="qwen2", config={"algorithm": "quest"}),
     Scenario(name="sketch, mixed chunk", flags=("--enable-mixed-chunk",)),
     Scenario(

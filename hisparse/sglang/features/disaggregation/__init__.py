@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -54,35 +53,6 @@ _SELECTS_NOTHING: Final[dict[str, Any]] = {
 }
 
 
-@dataclass
-class _Arrivals:
-    """The requests of a decode server.
-
-    Attributes:
-        session: of this rank.
-        waiting: makes them ready to decode.
-    """
-
-    session: ServerSession
-    waiting: TransferredRequests
-
-    def add(self, slot: int, start: int, length: int) -> None:
-        """Begin a request that another server has prefilled.
-
-        Args:
-            slot: request slot.
-            start: position of the first token that arrived; those before were here.
-            length: tokens of the request.
-        """
-        session = self.session
-        assert session.coordinator is not None, "the backend is built before requests arrive"
-        size = session.setup.spec.page_size
-        slots: torch.Tensor = session.req_to_token_pool.req_to_token[slot]
-        pages = slots[start : length // size * size : size] // size
-        session.coordinator.on_request_begin(slot)
-        self.waiting.add(slot, pages.cpu().long())
-
-
 def _decodes_only() -> bool:
     """Whether the server of this process gets its requests prefilled from another one."""
     from sglang.srt.runtime_context import get_disagg
@@ -101,11 +71,17 @@ def _extra_slots() -> int:
 def _around_prepare_for_prebuilt(original: Callable[..., None], batch: Any) -> None:
     """Begin the requests of a batch whose K and V have arrived, or were restored."""
     original(batch)
-    arrivals = current_state(_Arrivals)
-    if arrivals is not None:
-        slots, lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
-        for slot, start, length in zip(slots, batch.prefix_lens, lengths, strict=True):
-            arrivals.add(slot, start, length)
+    session, waiting = current_session(), current_state(TransferredRequests)
+    if session is None or waiting is None:
+        return
+    size = session.setup.spec.page_size
+    slots, lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
+    # The tokens before ``start`` were here.
+    for slot, start, length in zip(slots, batch.prefix_lens, lengths, strict=True):
+        host_slots: torch.Tensor = session.req_to_token_pool.req_to_token[slot]
+        pages = host_slots[start : length // size * size : size] // size
+        session.coordinator.on_request_begin(slot)
+        waiting.add(slot, pages.cpu().long())
 
 
 def _around_free(original: Callable[..., None], pool: Any, request: Any) -> None:
@@ -132,18 +108,17 @@ def _around_setup_state_kv_args(
     session = current_session()
     if session is None:
         return
-    assert session.coordinator is not None, "the backend is built before the queues"
     host, tokens = token_to_kv_pool.host, token_to_kv_pool.page_size
     size, entries = host.kv.page_size, session.coordinator.stored_entries()
     kinds = [f"{name} {entries[name].dtype}" for name in sorted(entries)]
     if host.format is not host.format.plain:
         kinds.append(f"{host.kv.kv_cache_dtype} in pages of {size} tokens")
-    if host.format.num_scales:
+    if (scales := scale_buffers(host, tokens)).pointers:
         first = token_to_kv_pool.start_layer
         append_state_component(
             kv_args,
             StateType.BLOCK_SCALE,
-            *scale_buffers(host, tokens),
+            *scales,
             # SGLang would else take them for keys and then values.
             layer_ids=list(range(first, first + host.kv.num_layers)),
         )
@@ -280,9 +255,8 @@ class Disaggregation(Feature):
 
     def built(self, session: ServerSession, model_runner: Any) -> None:
         """Make the requests that arrive ready to decode."""
-        assert session.coordinator is not None, "the engine is built"
         if _decodes_only():
-            session.add(_Arrivals(session, session.coordinator.receive_requests()))
+            session.add(session.coordinator.receive_requests())
 
 
 FEATURE = Disaggregation()

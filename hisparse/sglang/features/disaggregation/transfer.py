@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hisparse.cache import HostKVPool
 from hisparse.cache.serializer import PageSerializer
-from hisparse.errors import HiSparseError
-from hisparse.sglang.session import errors_logged, require_session
+from hisparse.sglang.session import require_session
 
 
 class Buffers(NamedTuple):
@@ -34,17 +33,9 @@ def kv_buffers(host: HostKVPool, page_tokens: int) -> Buffers:
     The order of bytes is that of SGLang's own pools, so either end may be one.
 
     Args:
-        host: the pool.
+        host: the pool, in the layout ``layer_first``, as a server of this feature has it.
         page_tokens: tokens of one of SGLang's pages.
-
-    Raises:
-        HiSparseError: the pool has another layout.
     """
-    if host.layout != "layer_first":
-        raise HiSparseError(
-            f"host_layout: got {host.layout!r} with prefill/decode disaggregation, expected "
-            "'layer_first', the layout of SGLang's own pools"
-        )
     layers = range(host.kv.num_layers)
     names = [part.name for part in host.format.parts if part.name != "scales"]
     parts = [getattr(host.layer(layer), name) for name in names for layer in layers]
@@ -54,7 +45,7 @@ def kv_buffers(host: HostKVPool, page_tokens: int) -> Buffers:
 def scale_buffers(host: HostKVPool, page_tokens: int) -> Buffers:
     """The scales of each layer's keys and values, if they have any."""
     layers = range(host.kv.num_layers)
-    scales = [x for x in (host.stored(layer).scales for layer in layers) if x is not None]
+    scales = (pool.k for layer in layers for pool in host.stored(layer).pools[1:])
     return _buffers(scales, page_tokens // host.kv.page_size)
 
 
@@ -87,8 +78,7 @@ class Transfers:
 
     def get_contiguous_buf_infos(self) -> Buffers:
         """What a transfer between a prefill and a decode server moves."""
-        with errors_logged():
-            return kv_buffers(self.host, self.page_size)
+        return kv_buffers(self.host, self.page_size)
 
     def get_cpu_copy(self, indices: Tensor, *_: Any, **__: Any) -> Tensor:
         """Copies of a request that a decode server retracts, ``[pages, bytes] uint8``.
@@ -125,6 +115,4 @@ class IndexerTransfers(Transfers):
 
 def _stored_entries() -> dict[str, Tensor]:
     """The engine's saved tensors of pages by name, ``[L, host pages, *shape]``."""
-    coordinator = require_session().coordinator
-    assert coordinator is not None, "the backend is built before requests run"
-    return coordinator.stored_entries()
+    return require_session().coordinator.stored_entries()

@@ -53,17 +53,16 @@ class Drafts:
         return self._batch
 
     def accept_slots(self, accepted: Tensor) -> None:
-        """Keep the drafts in the host slots ``accepted [T]``, and undo the others."""
+        """Keep the drafts in the host slots ``accepted [T]``, integers, and undo the others."""
         if self._batch is not None:
             self._accept(accepted_drafts(self._batch.host_slots, accepted))
 
     def accept_lengths(self, lengths: Tensor) -> None:
-        """Keep so many tokens of each request's chain, ``lengths [B]``, and undo the others."""
+        """Keep the first ``lengths [B]`` tokens (integers) of each chain, and undo the others."""
         self._accept(lengths.numpy().astype("int64") - 1)
 
     def _accept(self, last: np.ndarray) -> None:
         session = self._session
-        assert session.coordinator is not None, "the backend is built before it verifies"
         # A forward that failed has no tokens.
         if self._batch is not None and session.backend.num_tokens:
             session.coordinator.accept_drafts(last)

@@ -127,8 +127,8 @@ def check_told_apart(server_args: Any, model: Any) -> None:
     else:
         return
     raise ConfigError(
-        f"storage: got {got}; expected no storage, or a model and flags with which its weights and "
-        "the tokens alone decide K and V"
+        f"storage: got {got}; expected no storage, or a model and flags with which only its "
+        "weights and the tokens decide K and V"
     )
 
 

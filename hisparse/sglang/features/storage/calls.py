@@ -121,39 +121,25 @@ class Workers:
 
 
 class Gate:
-    """Admits threads to the memory of some host pages until it is closed.
+    """Admits one thread at a time to the memory of some host pages, until it is closed.
 
-    Once it is closed, no thread reads or writes these pages.
+    Attributes:
+        closed: whether no thread is admitted any more: none reads or writes these pages.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether no thread is admitted any more."""
-        return self._closed
+        self._lock, self.closed = threading.Lock(), False
 
     @contextmanager
     def enter(self) -> Iterator[bool]:
         """Yields whether the caller is admitted; it leaves at the end of the block."""
-        with self._changed:
-            admitted = not self._closed
-            self._inside += admitted
-        try:
-            yield admitted
-        finally:
-            with self._changed:
-                self._inside -= admitted
-                self._changed.notify_all()
+        with self._lock:
+            yield not self.closed
 
     def close(self) -> None:
-        """Admit no more threads, and wait until those inside have left."""
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: self._inside == 0)
+        """Admit no more threads, and wait until the one inside has left."""
+        with self._lock:
+            self.closed = True
 
 
 class StorageHealth:

@@ -32,7 +32,7 @@ from hisparse.sglang.features.storage.representations import (
     representation_records,
 )
 from hisparse.sglang.features.storage.swap import make_swap
-from hisparse.sglang.features.storage.transfers import PageLoader, PageWriter
+from hisparse.sglang.features.storage.writer import PageWriter
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import errors_logged, require_session
 from hisparse.units import format_bytes
@@ -78,9 +78,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         assert state is not None, "the session of a server with a linker has it"
         self._state = state
         self.layer_done_counter = LayerWiseLoadCounter(session.setup.spec.num_layers)
-        self.ranks = LinkerRanks.of(params, shared=pool.host.format.replicated)
+        self.ranks = LinkerRanks.of(params, pool.host.format)
         coordinator = session.coordinator
-        assert coordinator is not None, "SGLang builds the attention backend before the cache"
         self.exact, self._loaded = coordinator.share_pages()
         self.serializer = PageSerializer(pool.host, params.page_size, coordinator.stored_entries())
         with errors_logged():
@@ -94,10 +93,13 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         storage = open_storage(options, serializer.record_bytes, ranks.rank, ranks.size)
         self._health = health = StorageHealth(state.counters, options.timeout_s)
         self.records = records = RecordStore(
-            storage=storage, serializer=serializer, health=health, counters=state.counters
+            storage=storage,
+            serializer=serializer,
+            health=health,
+            counters=state.counters,
+            threads=options.threads,
         )
         max_waiting = int(num_pages * _MAX_WAITING)
-        self._loaders = [PageLoader(records, options.threads)]
         self._writers = [PageWriter(records, self.exact, max_waiting)]
         self._representations: RecordStore | None = None
         state.fingerprint = model_fingerprint(state)
@@ -112,7 +114,6 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         self._representations = representation_records(session, options, records)
         if (stored := self._representations) is not None:
-            self._loaders.append(PageLoader(stored, 1, "their representations are built"))
             self._writers.append(PageWriter(stored, self.exact, max_waiting))
         self.swap = make_swap(records, self.exact, options)
         self._swap_min_tokens = max(1, options.swap_min_tokens or 0)
@@ -155,7 +156,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _find(self, rid: str, names: list[str]) -> int:
         """Length of the longest prefix of the pages ``names`` that this rank can load."""
         first = self._first_swapped(rid, names)
-        found = self._loaders[0].find(names[:first])
+        found = self.records.find(names[:first])
         if found == first and self.swap is not None:
             found += self.swap.find(rid, names[first:])
         return found
@@ -188,7 +189,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Load host ``pages [P] int64``: ``first`` records that all servers share, then its own."""
         end = first * self.serializer.pages_per_record
         if first:
-            if not self._loaders[0].load(names[:first], pages[:end], ready):
+            if not self.records.load(names[:first], pages[:end], ready):
                 return False
             self.exact.set_exact(pages[:end])
         if self.swap is None or first == len(names):
@@ -200,7 +201,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         unbuilt = pages
         if names and self._representations is not None:
             end = len(names) * self.serializer.pages_per_record
-            unbuilt = self._loaders[1].load_found(names, pages[:end], ready)
+            unbuilt = self._representations.load_found(names, pages[:end], ready)
             unbuilt = torch.cat([unbuilt, pages[end:]])
         built = self._loaded.add(unbuilt) // self.serializer.pages_per_record
         self.records.counters.add(built_pages=built)
@@ -291,8 +292,9 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for writer in self._writers:
             writer.drain(max(0.0, end - time.monotonic()))
             writer.close()
-        for loader in self._loaders:
-            loader.close()
+        self.records.close()
+        if self._representations is not None:
+            self._representations.close()
         if self.swap is not None:
             self.swap.close()
         # Daemon threads: a store that does not close ends with the process.

@@ -1,20 +1,30 @@
-"""Records of one kind in a store, and what moves them between the store and the engine."""
+"""Records of one kind in a store: looks them up, and loads them into the KV pool."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, Final
 
 from torch import Tensor
 
-from hisparse.cache.serializer import EntrySerializer, PageSerializer
-from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth
+from hisparse.cache.serializer import PageSerializer
+from hisparse.sglang.features.storage.calls import (
+    Gate,
+    StorageCounters,
+    StorageHealth,
+    Workers,
+)
 from hisparse.sglang.features.storage.pages import BackendPages, FilePages, Keys
 from hisparse.storage import Namespace
+
+logger = logging.getLogger("hisparse")
 
 #: Seconds for which a record counts as absent.
 _SECONDS: Final = 60.0
@@ -66,26 +76,36 @@ class LostKeys:
 
 @dataclass(kw_only=True)
 class RecordStore:
-    """Records of one kind.
+    """Records of one kind in a store.
 
-    Callers ask for the keys of pages once, when they learn of the pages: the namespace changes with
-    the model's weights, and pages stay those of the weights that computed them.
+    Callers that write ask for the keys of pages once, when they learn of the pages: the namespace
+    changes with the model's weights, and pages stay those of the weights that computed them.
+
+    A load ends before its request is admitted. So a request either has all of its pages, checked,
+    or computes its prompt, and other requests are not affected.
 
     Attributes:
         storage: the store.
         serializer: moves them to and from host pages, ``pages_per_record`` each.
         health: time limits.
         counters: counts.
+        threads: blocks of records that are read at a time.
+        otherwise: what happens to pages that could not be loaded, for the log.
         namespace: of :meth:`keys` from now on; None: not known yet.
         lost: those that the store has and that could not be read.
     """
 
     storage: FilePages | BackendPages
-    serializer: PageSerializer | EntrySerializer
+    serializer: PageSerializer
     health: StorageHealth
     counters: StorageCounters
+    threads: int
+    otherwise: str = "their request computes them"
     namespace: Namespace | None = None
     lost: LostKeys = field(default_factory=LostKeys)
+
+    def __post_init__(self) -> None:
+        self._workers = Workers(self.threads, "hisparse-load")
 
     def within(self, namespace: Namespace, **changes: Any) -> RecordStore:
         """Records in another namespace of the store."""
@@ -96,6 +116,81 @@ class RecordStore:
         assert self.namespace is not None, "a namespace is set before its keys are asked for"
         return Keys(self.namespace, pages)
 
+    def find(self, names: Sequence[str]) -> int:
+        """Length of the longest prefix of the pages ``names`` that can be loaded."""
+        keys, found = self.keys(names), 0
+        if keys and self.health.is_usable(self._workers):
+            found = self.health.call(self._workers, lambda: self.storage.find(keys)) or 0
+            found = self.lost.first(keys[:found])
+        self.counters.add(found_pages=found, absent_pages=len(keys) - found)
+        return found
+
+    def load(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
+        """Load records; whether all have arrived whole, and in time.
+
+        Args:
+            names: of the records, in the namespace that is in use.
+            pages: ``[records * pages_per_record] int64``, host pages; after False nothing writes
+                to them any more.
+            ready: events after which no forward writes to the host pages.
+        """
+        if not self.health.is_usable(self._workers):
+            self.counters.add(failed_loads=1)
+            return False
+        began, keys, gates = time.monotonic(), self.keys(names), list[Gate]()
+        num_bytes, calls = len(keys) * self.serializer.record_bytes, list[Future[bool]]()
+        for block in self.blocks(keys, pages):
+            gates.append(Gate())
+            task = partial(self._load_block, *block, ready, gates[-1])
+            calls.append(self._workers.submit(task))
+        limit_s = self.health.limit_s(num_bytes)
+        end = began + limit_s
+        if not all(self.health.result(call, end, limit_s) is True for call in calls):
+            for gate in gates:
+                gate.close()
+            self.counters.add(failed_loads=1)
+            logger.warning(
+                "hisparse: storage: %d pages could not be loaded; %s", len(keys), self.otherwise
+            )
+            return False
+        took_ms = round(1000 * (time.monotonic() - began))
+        self.counters.add(loaded_pages=len(keys), loaded_bytes=num_bytes, load_ms=took_ms)
+        return True
+
+    def load_found(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> Tensor:
+        """Load the records that are stored; the arguments are those of :meth:`load`.
+
+        Returns:
+            The host pages ``[n] int64`` of the other records.
+        """
+        found = self.find(names)
+        num_pages = found * self.serializer.pages_per_record
+        loaded = found and self.load(names[:found], pages[:num_pages], ready)
+        return pages[num_pages:] if loaded else pages
+
+    def _load_block(self, keys: Keys, pages: Tensor, ready: Sequence[Any], gate: Gate) -> bool:
+        """Read one block of records and, if all are whole, move them to host ``pages [P]``."""
+        if gate.closed:
+            return False
+        buffer = self.storage.buffer
+        block = buffer.take(self.health.timeout_s)
+        if block is None:
+            raise TimeoutError("late calls hold all memory for records")
+        try:
+            found = self.storage.get(keys, buffer.rows(block, len(keys)))
+            if not all(found):
+                self.lost.add(key for key, ok in zip(keys, found, strict=True) if not ok)
+                self.counters.add(damaged_pages=found.count(False), lost_pages=found.count(None))
+                return False
+            for event in ready:
+                event.synchronize()
+            with gate.enter() as admitted:
+                if admitted:
+                    self.serializer.write(pages, self._data(block, len(keys)))
+            return admitted
+        finally:
+            buffer.give(block)
+
     def blocks(self, keys: Keys, pages: Tensor) -> Iterator[tuple[Keys, Tensor]]:
         """Cut records and their host pages ``[records * pages_per_record]`` into blocks."""
         rows, per_record = self.storage.buffer.block_rows, self.serializer.pages_per_record
@@ -105,26 +200,13 @@ class RecordStore:
 
     def copy_from_pool(self, pages: Tensor, block: int) -> None:
         """Copy host pages ``[records * pages_per_record]`` to the records of a block."""
-        self.serializer.read(pages, self._data(block, pages))
+        count = len(pages) // self.serializer.pages_per_record
+        self.serializer.read(pages, self._data(block, count))
 
-    def copy_to_pool(self, block: int, pages: Tensor) -> None:
-        """Copy the records of a block to host pages ``[records * pages_per_record]``."""
-        self.serializer.write(pages, self._data(block, pages))
-
-    def _data(self, block: int, pages: Tensor) -> Tensor:
-        """The records of a block, ``[records, record_bytes] uint8``."""
-        buffer = self.storage.buffer
-        rows = buffer.rows(block, len(pages) // self.serializer.pages_per_record)
-        return buffer.data[rows.start : rows.stop, : self.serializer.record_bytes]
-
-    def get(self, keys: Keys, block: int) -> bool:
-        """Read records into a block; whether all are whole."""
-        found = self.storage.get(keys, self.storage.buffer.rows(block, len(keys)))
-        if all(found):
-            return True
-        self.lost.add(key for key, ok in zip(keys, found, strict=True) if not ok)
-        self.counters.add(damaged_pages=found.count(False), lost_pages=found.count(None))
-        return False
+    def _data(self, block: int, count: int) -> Tensor:
+        """The first ``count`` records of a block, ``[count, record_bytes] uint8``."""
+        rows = self.storage.buffer.rows(block, count)
+        return self.storage.buffer.data[rows.start : rows.stop, : self.serializer.record_bytes]
 
     def put(self, keys: Keys, block: int) -> bool:
         """Store the records of a block, and free it; whether all of them are stored then.
@@ -136,3 +218,7 @@ class RecordStore:
             return self.storage.put(keys, buffer.rows(block, len(keys)))
         finally:
             buffer.give(block)
+
+    def close(self) -> None:
+        """End the threads; the store stays open."""
+        self._workers.close()

@@ -13,17 +13,17 @@ from typing import Any, Final
 
 import xxhash
 
-from hisparse.cache.serializer import EntrySerializer
+from hisparse.cache.serializer import PageSerializer
+from hisparse.config import EXTENSIONS
 from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.calls import StorageCounters
 from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.storage import Namespace
-from hisparse.storage.fingerprint import is_built_in
 
 logger = logging.getLogger("hisparse")
 
 #: Counted up when the order of bytes changes, or what an algorithm's entries mean.
-_FORMAT_VERSION: Final = 2
+_FORMAT_VERSION: Final = 3
 
 
 def representation_namespace(pages: Namespace, session: Any, record_bytes: int) -> Namespace:
@@ -34,13 +34,12 @@ def representation_namespace(pages: Namespace, session: Any, record_bytes: int) 
         session: this rank's session; its engine has the representations.
         record_bytes: bytes of a record.
     """
-    coordinator = session.coordinator
-    kinds = coordinator.representations.describe()
-    # What extensions keep is named after them.
-    owners = {name.partition(".")[0] for name in kinds}
-    extensions = session.setup.resolved.config.extensions
-    options = {name: repr(x) for name, x in extensions.items() if name in owners}
-    texts = [pages.text, repr(coordinator.algorithm)]
+    kinds, extensions = session.coordinator.representations.describe(), _extensions(session)
+    options = {
+        name: [repr(x), EXTENSIONS.get(name).store_version] for name, x in extensions.items()
+    }
+    algorithm = session.coordinator.algorithm
+    texts = [pages.text, repr(algorithm), str(algorithm.store_version)]
     texts += [json.dumps(x, sort_keys=True) for x in (kinds, options)]
     return replace(
         pages,
@@ -49,6 +48,13 @@ def representation_namespace(pages: Namespace, session: Any, record_bytes: int) 
         page_bytes=record_bytes,
         version=_FORMAT_VERSION,
     )
+
+
+def _extensions(session: Any) -> dict[str, Any]:
+    """Options of the extensions that keep representations, which are named after them."""
+    owners = {name.partition(".")[0] for name in session.coordinator.representations.describe()}
+    extensions = session.setup.resolved.config.extensions
+    return {name: options for name, options in extensions.items() if name in owners}
 
 
 def representation_records(
@@ -63,23 +69,24 @@ def representation_records(
     """
     if options.representations == "built" or options.backend != "file":
         return None
-    plugins = [session.setup.algorithm, *session.setup.resolved.config.extensions.values()]
-    foreign = [type(x).__name__ for x in plugins if not is_built_in(x)]
-    if foreign:
-        logger.info(
-            "hisparse: storage: no representations are stored: %s is a plug-in, whose constants "
-            "the store cannot tell apart",
-            foreign[0],
-        )
-        return None
-    serializer = EntrySerializer(
-        session.coordinator.rebuilt_entries(), pages.serializer.pages_per_record
-    )
-    if not 0 < serializer.record_bytes <= pages.serializer.record_bytes:
-        why = "larger than K and V" if serializer.record_bytes else "none that pages alone have"
-        logger.info("hisparse: storage: no representations are stored: there are %s", why)
+    entries, of_kv = session.coordinator.rebuilt_entries(), pages.serializer
+    serializer = PageSerializer(of_kv.host, of_kv.page_tokens, entries, with_kv=False)
+    if not 0 < serializer.record_bytes <= of_kv.record_bytes:
+        which = "larger than K and V" if serializer.record_bytes else "none that only pages have"
+        why = f"there are {which}"
+    else:
+        owners = [type(session.coordinator.algorithm), *map(EXTENSIONS.get, _extensions(session))]
+        unversioned = [x.__name__ for x in owners if x.store_version is None]
+        why = f"{unversioned[0]} declares no store_version" if unversioned else ""
+    if why:
+        logger.info("hisparse: storage: no representations are stored: %s", why)
         return None
     assert pages.namespace is not None, "it is set before"
     own = representation_namespace(pages.namespace, session, serializer.record_bytes)
-    # The counters of a server are those of K and V.
-    return pages.within(own, serializer=serializer, counters=StorageCounters())
+    return pages.within(
+        own,
+        serializer=serializer,
+        threads=1,
+        otherwise="their representations are built",
+        counters=StorageCounters(),  # Those of a server are of K and V.
+    )

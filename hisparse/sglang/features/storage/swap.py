@@ -22,7 +22,6 @@ from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.calls import Workers
 from hisparse.sglang.features.storage.key import StorageState
 from hisparse.sglang.features.storage.records import RecordStore
-from hisparse.sglang.features.storage.transfers import PageLoader
 from hisparse.sglang.session import current_state
 from hisparse.storage import FileStore
 
@@ -38,13 +37,12 @@ class _Swapped:
     """Pages of a request that is swapped out.
 
     Attributes:
-        index: number of each page by the hash of its tokens and of all earlier ones.
-        names: of the records, in order, unique to the request.
+        names: of the records, in order, unique to the request, by the hash of a page's tokens and
+            of all earlier ones.
         exact: ``[records, host pages of a record] bool``, the flags of the host pages.
     """
 
-    index: dict[str, int]
-    names: list[str]
+    names: dict[str, str]
     exact: Tensor
 
 
@@ -57,16 +55,12 @@ class RequestSwap:
         records: of swapped pages, in a namespace of their own.
         remover: the store that they are in.
         exact: flags of pages, which come back with them.
-        threads: blocks of records that are read at a time.
     """
 
-    def __init__(
-        self, records: RecordStore, remover: FileStore, exact: ShareablePages, threads: int
-    ) -> None:
+    def __init__(self, records: RecordStore, remover: FileStore, exact: ShareablePages) -> None:
         self._records, self._remover = records, remover
         self._health, self._counters = records.health, records.counters
         self._exact = exact
-        self._loader = PageLoader(records, threads)
         # One thread: pages are removed after late calls have written them.
         self._workers = Workers(1, "hisparse-swap")
         self._server, self._numbers = secrets.token_hex(16), itertools.count()
@@ -94,13 +88,12 @@ class RequestSwap:
         for event in ready:
             event.synchronize()
         swapped = _Swapped(
-            {name: place for place, name in enumerate(hashes)},
-            [f"{self._server}{next(self._numbers):016x}" for _ in hashes],
+            {name: f"{self._server}{next(self._numbers):016x}" for name in hashes},
             self._exact.read(pages).view(len(hashes), -1),
         )
-        if not self._write(swapped.names, pages):
+        if not self._write([*swapped.names.values()], pages):
             self._counters.add(failed_swaps=1)
-            self._remove(swapped)
+            self._remove_later(self._records.namespace, [*swapped.names.values()])
             return False
         self._out[request.rid] = swapped
         # However the request ends, SGLang lets go of it.
@@ -115,11 +108,11 @@ class RequestSwap:
         """
         if (swapped := self._out.get(rid)) is None:
             return len(hashes)
-        return next((i for i, name in enumerate(hashes) if name in swapped.index), len(hashes))
+        return next((i for i, name in enumerate(hashes) if name in swapped.names), len(hashes))
 
     def find(self, rid: str, hashes: Sequence[str]) -> int:
         """Length of the longest prefix of ``hashes`` that can be loaded for a request."""
-        return self._loader.find(self._names(rid, hashes))
+        return self._records.find(self._names(rid, hashes))
 
     def load(self, rid: str, hashes: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
         """Load swapped pages and their flags; whether all have arrived. They leave the store.
@@ -132,9 +125,9 @@ class RequestSwap:
             ready: events after which no forward writes to the host pages.
         """
         names, swapped = self._names(rid, hashes), self._out.get(rid)
-        landed = len(names) == len(hashes) and self._loader.load(names, pages, ready)
+        landed = len(names) == len(hashes) and self._records.load(names, pages, ready)
         if swapped is not None and landed:
-            first = swapped.index[hashes[0]]
+            first = list(swapped.names).index(hashes[0])
             self._exact.write(pages, swapped.exact[first : first + len(hashes)].flatten())
             self._counters.add(swapped_in_pages=len(hashes))
         else:
@@ -146,7 +139,7 @@ class RequestSwap:
         """Remove the pages of a request, if it has swapped some."""
         swapped = self._out.pop(rid, None)
         if swapped is not None:
-            self._remove(swapped)
+            self._remove_later(self._records.namespace, [*swapped.names.values()])
 
     def reset(self) -> None:
         """Remove all pages."""
@@ -158,16 +151,13 @@ class RequestSwap:
         if self._out:
             self.reset()
             self._health.call(self._workers, lambda: None)
-        self._loader.close()
+        self._records.close()
         self._workers.close()
 
     def _names(self, rid: str, hashes: Sequence[str]) -> list[str]:
         """Names of the records of the longest prefix of ``hashes`` that the request has swapped."""
-        swapped, names = self._out.get(rid), list[str]()
-        if swapped is not None:
-            found = itertools.takewhile(lambda x: x is not None, map(swapped.index.get, hashes))
-            names = [swapped.names[place] for place in found if place is not None]
-        return names
+        names = swapped.names if (swapped := self._out.get(rid)) else {}
+        return [names[each] for each in itertools.takewhile(names.__contains__, hashes)]
 
     def _write(self, names: Sequence[str], pages: Tensor) -> bool:
         """Copy ``pages [P] int64`` out of the KV pool, and write them; whether all are in time."""
@@ -196,10 +186,6 @@ class RequestSwap:
         if time.monotonic() - self._cleaned_at > _CLEANING_S:
             self._cleaned_at = time.monotonic()
             self._remove_later(self._records.namespace, unused_s=_ABANDONED_S)
-
-    def _remove(self, swapped: _Swapped) -> None:
-        keys = self._records.keys(swapped.names)
-        self._remove_later(keys.namespace, keys.pages)
 
     def _remove_later(self, *which: Any, **rule: Any) -> None:
         """Call :meth:`FileStore.remove` in the thread of writes."""
@@ -244,4 +230,4 @@ def make_swap(
         )
         return None
     own = replace(records.namespace, model="retracted requests")
-    return RequestSwap(records.within(own), remover, exact, options.threads)
+    return RequestSwap(records.within(own), remover, exact)

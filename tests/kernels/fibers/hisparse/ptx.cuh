@@ -37,9 +37,6 @@ T of_block(const T& own, int block) {
   return out;
 }
 
-inline int32_t load_relaxed(const int32_t* at) {
-  return fibers::atomic(const_cast<int32_t*>(at), [](int32_t old) { return old; });
-}
 inline void store_relaxed(int32_t* at, int32_t value) { atomicExch(at, value); }
 
 inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t which) {
@@ -136,12 +133,17 @@ struct Copy {
   const void* from;
   int bytes;
 };
-// Of the thread that runs: groups of copies under way, the last one still open.
+struct Copies {
+  std::vector<std::vector<Copy>> groups{1};
+  unsigned num_failures = 0;
+};
+// Of the thread that runs: groups of copies under way, the last one still open. Those that a thread
+// left behind when it ended are still made, by the next one; not those of a cluster that failed.
 inline std::vector<std::vector<Copy>>& copies() {
-  static std::vector<std::vector<Copy>> of_threads[fibers::kMaxCluster * fibers::kMaxThreads];
-  auto& own = of_threads[fibers::running->current()];
-  if (own.empty()) own.emplace_back();
-  return own;
+  static Copies of_threads[fibers::kMaxCluster * fibers::kMaxThreads];
+  Copies& own = of_threads[fibers::running->current()];
+  if (own.num_failures != fibers::num_failures) own = Copies{{{}}, fibers::num_failures};
+  return own.groups;
 }
 
 template <int kBytes>
@@ -186,20 +188,25 @@ inline void prepare_copies(uint64_t* barrier) {
   fibers::Recording off(false);
   row_copies(barrier) = {};
 }
-inline void copy_rows(void* shared, const void* global, int bytes, int rows, uint64_t* barrier) {
+template <int kRows>
+void copy_rows(char* shared, int stride, const void* global, uint32_t number, uint32_t each,
+               int bytes, uint64_t* barrier) {
+  const auto numbers = of_lanes(number, "copy_rows");
   fibers::Recording off(false);
   RowCopies& own = row_copies(barrier);
   const int lane = fibers::running->lane();
   if (lane == 0) {
-    own.expected += rows * bytes;
+    own.expected += kRows * bytes;
     own.armed = true;
   }
-  if (lane >= rows) return;
+  if (lane >= kRows) return;
+  shared += lane * stride;
+  const char* const from = static_cast<const char*>(global) + numbers[lane] * each;
   fibers::accessed(shared, bytes, fibers::AccessKind::kWrite);
-  const auto bits = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global);
+  const auto bits = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(from);
   if ((bits | bytes) % 16 != 0 && fibers::failure.empty()) fibers::failure = "an unaligned copy";
   own.expected -= bytes;
-  own.waiting.push_back({shared, global, bytes});
+  own.waiting.push_back({shared, from, bytes});
 }
 template <int kLater>
 void wait_for_rows(uint64_t* barrier, uint32_t parity) {

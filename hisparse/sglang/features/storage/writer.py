@@ -1,14 +1,14 @@
-"""Loads pages of a store into the KV pool, and writes pages of the pool to the store."""
+"""Writes pages of the KV pool to a store."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
@@ -22,104 +22,6 @@ from hisparse.sglang.features.storage.records import RecordStore
 logger = logging.getLogger("hisparse")
 
 
-class PageLoader:
-    """Reads pages for requests that wait to be admitted: all of a request's, or none.
-
-    A load ends before its request is admitted. So a request either has all of its pages, checked,
-    or computes its prompt, and other requests are not affected.
-
-    Args:
-        records: of the pages.
-        threads: blocks of records that are read at a time.
-        otherwise: what happens to pages that could not be loaded, for the log.
-    """
-
-    def __init__(
-        self, records: RecordStore, threads: int, otherwise: str = "their request computes them"
-    ) -> None:
-        self._records = records
-        self._otherwise = otherwise
-        self._workers = Workers(threads, "hisparse-load")
-
-    def find(self, names: Sequence[str]) -> int:
-        """Length of the longest prefix of the pages ``names`` that can be loaded."""
-        records = self._records
-        keys, found, health = records.keys(names), 0, records.health
-        if keys and health.is_usable(self._workers):
-            found = health.call(self._workers, lambda: records.storage.find(keys)) or 0
-            found = records.lost.first(keys[:found])
-        records.counters.add(found_pages=found, absent_pages=len(keys) - found)
-        return found
-
-    def load(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
-        """Load records; whether all have arrived whole, and in time.
-
-        Args:
-            names: of the records, in the namespace that is in use.
-            pages: ``[records * pages_per_record] int64``, host pages; after False nothing writes
-                to them any more.
-            ready: events after which no forward writes to the host pages.
-        """
-        records, health, counters = self._records, self._records.health, self._records.counters
-        if not health.is_usable(self._workers):
-            counters.add(failed_loads=1)
-            return False
-        began, gate, keys = time.monotonic(), Gate(), records.keys(names)
-        num_bytes = len(keys) * records.serializer.record_bytes
-        limit_s = health.limit_s(num_bytes)
-        calls = [
-            self._workers.submit(partial(self._load_block, *block, ready, gate))
-            for block in records.blocks(keys, pages)
-        ]
-        end = began + limit_s
-        landed = all(health.result(call, end, limit_s) is True for call in calls)
-        if not landed:
-            gate.close()
-            counters.add(failed_loads=1)
-            logger.warning(
-                "hisparse: storage: %d pages could not be loaded; %s", len(keys), self._otherwise
-            )
-            return False
-        took_ms = round(1000 * (time.monotonic() - began))
-        counters.add(loaded_pages=len(keys), loaded_bytes=num_bytes, load_ms=took_ms)
-        return True
-
-    def load_found(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> Tensor:
-        """Load the records that are stored; the arguments are those of :meth:`load`.
-
-        Returns:
-            The host pages ``[n] int64`` of the other records.
-        """
-        found = self.find(names)
-        num_pages = found * self._records.serializer.pages_per_record
-        loaded = found and self.load(names[:found], pages[:num_pages], ready)
-        return pages[num_pages:] if loaded else pages
-
-    def _load_block(self, keys: Keys, pages: Tensor, ready: Sequence[Any], gate: Gate) -> bool:
-        """Read one block of records and, if all are whole, move them to host ``pages [P]``."""
-        if gate.closed:
-            return False
-        records, buffer = self._records, self._records.storage.buffer
-        block = buffer.take(records.health.timeout_s)
-        if block is None:
-            raise TimeoutError("late calls hold all memory for records")
-        try:
-            if not records.get(keys, block):
-                return False
-            for event in ready:
-                event.synchronize()
-            with gate.enter() as admitted:
-                if admitted:
-                    records.copy_to_pool(block, pages)
-            return admitted
-        finally:
-            buffer.give(block)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._workers.close()
-
-
 @dataclass(eq=False)
 class _Job:
     """Pages of one call.
@@ -129,14 +31,14 @@ class _Job:
         pages: ``[records * pages_per_record] int64``, host pages.
         ready: events after which the pages are written.
         gate: closed when the pages may change.
-        stored: whether the store has all pages that it may have; None: not known yet.
+        stored: whether the store has all pages that it may have.
     """
 
     keys: Keys
     pages: Tensor
     ready: Sequence[Any]
     gate: Gate = field(default_factory=Gate)
-    stored: bool | None = None
+    stored: Future[bool] = field(default_factory=Future)
 
 
 class PageWriter:
@@ -156,7 +58,6 @@ class PageWriter:
         self._calls = Workers(1, "hisparse-put")
         self._copies = Workers(1, "hisparse-offload")
         self._jobs: deque[_Job] = deque()
-        self._changed = threading.Condition()
 
     def add(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> None:
         """Write records, later. Each call ends, in order; see :meth:`num_done` and :meth:`pop`.
@@ -167,10 +68,9 @@ class PageWriter:
             ready: events after which the pages are written.
         """
         job = _Job(self._records.keys(names), pages, ready)
-        with self._changed:
-            waiting = sum(len(each.pages) for each in self._jobs if each.stored is None)
-            refused = waiting > 0 and waiting + len(pages) > self._max_pages
-            self._jobs.append(job)
+        waiting = sum(len(each.pages) for each in self._jobs if not each.stored.done())
+        self._jobs.append(job)
+        refused = waiting > 0 and waiting + len(pages) > self._max_pages
         if refused or not self._may_call(job):
             self._end(job, stored=False)
         else:
@@ -178,16 +78,11 @@ class PageWriter:
 
     def num_done(self) -> int:
         """Calls at the head of the line that have ended."""
-        done = 0
-        for job in list(self._jobs):
-            if job.stored is None:
-                break
-            done += 1
-        return done
+        return sum(1 for _ in takewhile(lambda job: job.stored.done(), self._jobs))
 
     def pop(self) -> bool:
         """Result of the oldest call: False if pages that may be stored were not."""
-        return bool(self._jobs.popleft().stored)
+        return self._jobs.popleft().stored.result()
 
     def reset(self) -> None:
         """Forget all calls; when it returns, no thread reads the KV pool."""
@@ -198,8 +93,7 @@ class PageWriter:
 
     def drain(self, timeout_s: float) -> None:
         """Wait until all calls have ended, or the time is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: all(x.stored is not None for x in self._jobs), timeout_s)
+        wait([job.stored for job in self._jobs], timeout_s)
 
     def close(self) -> None:
         """End the threads."""
@@ -220,9 +114,7 @@ class PageWriter:
     def _end(self, job: _Job, *, stored: bool) -> None:
         if not stored and not job.gate.closed:
             self._records.counters.add(failed_offloads=1)
-        with self._changed:
-            job.stored = stored
-            self._changed.notify_all()
+        job.stored.set_result(stored)
 
     def _store(self, job: _Job) -> bool:
         """Write the exact pages that the store does not have."""

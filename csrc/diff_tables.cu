@@ -1,16 +1,17 @@
-// lru_diff, diff_tables: checks and launches.
-#include "hisparse/lru_diff.cuh"
+// diff_tables: checks and launches.
+#include "hisparse/diff_tables.cuh"
 
 #include "launch.h"
 
 namespace hisparse {
 namespace {
 
+// With the row's tables, if they are staged.
 int64_t shared_bytes(int32_t width, int32_t slots) {
-  return static_cast<int64_t>(sizeof(LruShared)) + LruWorkspace::bytes(width, slots);
+  const int64_t staged = slots <= kStagedSlots ? 3 * sizeof(int32_t) * slots : 0;
+  return static_cast<int64_t>(sizeof(LruShared)) + LruWorkspace::bytes(width, slots) + staged;
 }
 
-// Sizes and strides of what both operations take.
 void set_selection(LruDiffParams& p, const TensorView& selection) {
   p.selection = data_of<const int32_t>(selection, "selection");
   p.selection_stride = selection.stride(0);
@@ -55,57 +56,28 @@ void set_scratch(LruDiffParams& p, const TensorView& scratch) {
   }
 }
 
-template <typename Outputs>
-void launch(const char* name, const TensorView& rows, const LruDiffParams& p, const Outputs& out) {
+void launch(const TensorView& rows, unsigned requests, const LruDiffParams& p,
+            const TableOutputs& out) {
   const OnDevice on(rows);
-  const dim3 grid(static_cast<unsigned>(rows.size(0)));
-  const int threads = block_threads(std::max(p.width, p.slots), kItems);
-  const LruDiffLaunch<Outputs> params{p, out};
-  if (p.scratch == nullptr) {
-    on.launch(name, lru_diff_kernel<true, Outputs>, grid, threads, shared_bytes(p.width, p.slots),
-              params);
-  } else {
-    on.launch(name, lru_diff_kernel<false, Outputs>, grid, threads, sizeof(LruShared), params);
-  }
+  const dim3 grid(static_cast<unsigned>(rows.size(0)) / requests, requests);
+  const int threads = block_threads(std::max(p.width, p.slots), 1);
+  const DiffTablesLaunch params{p, out};
+  void (*kernel)(DiffTablesLaunch) = p.scratch != nullptr    ? diff_tables_kernel<false, false>
+                                     : p.slots > kStagedSlots ? diff_tables_kernel<true, false>
+                                                              : diff_tables_kernel<true, true>;
+  const int64_t shared =
+      p.scratch != nullptr ? sizeof(LruShared) : shared_bytes(p.width, p.slots);
+  on.launch("diff_tables", kernel, grid, threads, shared, params);
 }
 
 }  // namespace
 
 // Bytes of scratch that a row needs: 0 if the shared memory of the tables' device is enough.
-int64_t lru_diff_scratch_bytes(Arguments& in) {
+int64_t diff_tables_scratch_bytes(Arguments& in) {
   const TensorView slot_pages = in.tensor();
   const int32_t entries = in.number<int32_t>(), slots = size32(slot_pages, 1);
   const int64_t limit = OnDevice(slot_pages).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   return shared_bytes(entries, slots) <= limit ? 0 : LruWorkspace::bytes(entries, slots);
-}
-
-void lru_diff(Arguments& in) {
-  LruDiffParams p{};
-  SlotOutputs out{};
-  set_selection(p, in.tensor());
-  const TensorView host_page_table = in.tensor();
-  set_host_pages(p, host_page_table);
-  p.capacity = in.data<const int32_t>("capacity");
-  p.num_real_rows = in.data<const int32_t>("num_real_rows");
-  const TensorView slot_pages = in.tensor(), lru_order = in.tensor();
-  in.skip(1);  // device_pages
-  set_tables(p, slot_pages, lru_order, in.tensor());
-  const TensorView rows = in.tensor();
-  p.rows = data_of<const int64_t>(rows, "rows");
-  p.page_limits = in.data_or_null<const int32_t>("num_pages");
-  const TensorView curr_device_slots = in.tensor();
-  out.curr_device_slots = data_of<int32_t>(curr_device_slots, "curr_device_slots");
-  out.current_stride = curr_device_slots.stride(0);
-  set_loads(p, in.tensor());
-  const TensorView load_device_slots = in.tensor();
-  out.load_device_slots = data_of<int32_t>(load_device_slots, "load_device_slots");
-  out.load_slots_stride = load_device_slots.stride(0);
-  p.num_hits = in.data<int32_t>("num_hits");
-  p.num_misses = in.data<int32_t>("num_misses");
-  set_scratch(p, in.tensor());
-  if (rows.size(0) == 0) return;
-  p.rows_per_table = static_cast<int32_t>(rows.size(0) / host_page_table.size(0));
-  launch("lru_diff", rows, p, out);
 }
 
 // Without a selection every page of every row is selected.
@@ -126,11 +98,12 @@ void diff_tables(Arguments& in) {
   out.tail_pages = in.data<const int32_t>("tail_pages");
   out.tail_lens = in.data<const int32_t>("tail_lens");
   out.dense = in.data_or_null<const bool>("dense");
-  out.malformed = in.data_or_null<unsigned long long>("malformed");
+  out.counts = in.data_or_null<unsigned long long>("counts");
   const TensorView slot_pages = in.tensor(), lru_order = in.tensor(), device_pages = in.tensor();
   set_tables(p, slot_pages, lru_order, in.tensor());
   out.device_pages = data_of<const int32_t>(device_pages, "device_pages");
   out.device_pages_stride = device_pages.stride(0);
+  in.skip(2);  // wait_below and away: all rows wait
   const TensorView attended = in.tensor();
   out.attended = data_of<int32_t>(attended, "attended");
   out.attended_stride = attended.stride(0);
@@ -145,12 +118,10 @@ void diff_tables(Arguments& in) {
   out.page_size = in.number<int32_t>();
   out.tail_below = in.number<int32_t>();
   if (rows.size(0) == 0) return;
-  p.rows_per_table = static_cast<int32_t>(rows.size(0) / host_page_table.size(0));
-  launch("diff_tables", rows, p, out);
+  launch(rows, static_cast<unsigned>(host_page_table.size(0)), p, out);
 }
 
-HISPARSE_EXPORT_KERNEL(lru_diff_scratch_bytes)
-HISPARSE_EXPORT_KERNEL(lru_diff)
+HISPARSE_EXPORT_KERNEL(diff_tables_scratch_bytes)
 HISPARSE_EXPORT_KERNEL(diff_tables)
 
 }  // namespace hisparse

@@ -1,0 +1,148 @@
+"""``miss: host``: the CPU attends missing pages in host memory, and nobody sees a difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.topp import TopP
+from hisparse.cache.staging import Staging
+from hisparse.cache.swap_in import SwapIn
+from hisparse.config import HiSparseConfig
+from hisparse.engine.capabilities import check_capabilities
+from hisparse.errors import ConfigError, HiSparseError
+from hisparse.testing import Simulator
+from hisparse.testing.recording import ReplayingSimulator
+from tests.delayed import DelayedStreams
+from tests.engine.test_invariants import DENSE, LAYOUTS, STORED, assert_dense
+from tests.engine.test_overlap import ORDERS, REUSE, TIGHT, assert_equal, long_play
+from tests.engine.test_replay import assert_same, play, state_of
+from tests.sizes import crossed, sized
+
+HOST: dict[str, Any] = {"miss": "host"}
+ADMITS = HOST | {"admits": True}
+SINKS = torch.linspace(-1, 3, 16).view(4, 4)
+#: What else a layer does, beside the formats and scopes.
+STEPS = [
+    pytest.param(REUSE, id="reuse"),
+    pytest.param(REUSE | TIGHT, id="reuse-tight"),
+    pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
+    pytest.param({"extensions": {"tail_estimate": True}}, id="tail-estimate"),
+    pytest.param({"min_sparse_context": 100, "dense_layers": (0,), "max_row": 64}, id="staged"),
+    pytest.param(
+        {"layers": 4, "windows": (20, 0, 0, 33), "logit_cap": 5.0, "sinks": SINKS}, id="windows"
+    ),
+]
+
+
+def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
+    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda m, n=number: f"forward {n}: {m}")
+
+
+@pytest.mark.parametrize("settings", [*STORED, *STEPS])
+def test_outputs_are_those_of_transfer(settings: dict[str, Any]) -> None:
+    """The step machine compares both with float64 attention over the selection."""
+    sims = [Simulator(**settings | each) for each in ({}, HOST, ADMITS)]
+    expected, *others = [long_play(sim) for sim in sims]
+    for got in others:
+        assert_near(got, expected)
+    transfer, host, admits = [sim.coordinator.stats() for sim in sims]
+    assert transfer.away_pages == 0
+    assert 0 < transfer.miss_pages <= host.miss_pages, "host loads no page that is away"
+    assert 0 < host.away_pages <= host.miss_pages
+    # With the loads on the way, what is resident is what it would be without.
+    assert (admits.hit_pages, admits.miss_pages) == (transfer.hit_pages, transfer.miss_pages)
+    if "windows" not in settings:  # Representations of some layers only cannot be compared so.
+        assert_same(state_of(sims[2]), state_of(sims[0]))
+
+
+@crossed("settings, order", [*STEPS, *sized(STORED[2:5], STORED)], ORDERS)
+def test_in_any_order_of_the_lanes_no_bit_differs(settings: dict[str, Any], order: Any) -> None:
+    for host in (HOST, ADMITS):
+        plain, streams = Simulator(**settings | host), DelayedStreams(order)
+        sim = Simulator(**settings | host, side_streams=streams)
+        assert_equal(long_play(sim), long_play(plain))
+        if "windows" not in settings:
+            assert_same(state_of(sim), state_of(plain))
+        assert sim.coordinator.stats() == plain.coordinator.stats()
+        assert streams.num_waiting == 0, "nothing outlives its forward"
+
+
+def test_the_cpu_begins_before_the_device_and_loads_end_with_the_forward() -> None:
+    streams = DelayedStreams("late")
+    sim = Simulator(**ADMITS, algorithm=Quest(), side_streams=streams)
+    request = sim.request(1, 190, seed=1)
+    sim.prefill((request, 150))
+    waiting: list[list[int]] = []
+    attend = sim.adapter.attend
+
+    def spy(*arguments: Any) -> Any:
+        waiting.append([len(streams._waiting[lane]) for lane in ("host", "read")])
+        return attend(*arguments)
+
+    sim.adapter.attend = spy
+    sim.coordinator.decode._attend_pages = spy
+    sim.decode(request)
+    assert waiting == [[1, 1], [1, 2]], "each layer's own host attention, and loads of all layers"
+    assert streams.num_waiting == 0
+
+
+@pytest.mark.parametrize("settings", DENSE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_contexts_that_do_not_fit_are_attended_where_they_lie(
+    settings: dict[str, Any], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = Simulator(**HOST | settings, layout=layout)
+    a, b = sim.request(1, 120, seed=2), sim.request(2, 100, seed=3)
+    sim.prefill((a, 100), (b, 61))
+    monkeypatch.delattr(Staging, "stream")
+    for _ in range(18):
+        out = sim.decode(a, b)
+        assert_dense(sim, out[:, :1], a, 1)
+        assert_dense(sim, out[:, 1:], b, 1)
+
+
+def test_captured_steps_are_the_eager_ones() -> None:
+    settings = ADMITS | {"min_sparse_context": 80}
+    eager, replaying = Simulator(checked=False, **settings), ReplayingSimulator(**settings)
+    expected, got = play(eager)[0], play(replaying)[0]
+    assert replaying.num_replayed == len(got)
+    assert_near(got, expected)
+
+
+def test_a_page_that_is_attended_is_checked_and_one_that_is_away_is_not() -> None:
+    sim = Simulator(**HOST, algorithm=Quest(), layers=1, max_row=64)
+    request = sim.request(1, 190, seed=1)
+    sim.prefill((request, 150))
+    sim.decode(request)
+    assert sim.coordinator.stats().away_pages > 0
+    sim.manager.device.stored(0).k.add_(1.0)
+    with pytest.raises(HiSparseError, match="differs from host page"):
+        sim.decode(request)
+
+
+def test_transfer_asks_for_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, diff = [], SwapIn.diff
+
+    def spy(self: SwapIn, *arguments: Any, **named: Any) -> Any:
+        given.append(arguments[5])
+        return diff(self, *arguments, **named)
+
+    monkeypatch.setattr(SwapIn, "diff", spy)
+    sim = Simulator()
+    assert sim.coordinator.decode._host is None
+    long_play(sim)
+    assert set(given) == {True}
+
+
+def test_a_gpu_cannot_do_it_yet() -> None:
+    config = HiSparseConfig(miss="host")
+    check_capabilities(config, "cpu")
+    with pytest.raises(ConfigError, match='miss: got "host" on device cuda, expected "transfer"'):
+        check_capabilities(config, "cuda")
