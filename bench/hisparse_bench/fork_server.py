@@ -238,7 +238,8 @@ class ForkServer:
         if self._log is not None:
             end = "; its log ends: " + quoted(self._log.read_text(errors="replace")[-300:])
         raise HiSparseError(
-            f"the process that forks servers ended with {self._process.wait()}{end}"
+            f"the process that forks servers: got exit status {self._process.wait()}, expected an "
+            f"answer{end}"
         )
 
 

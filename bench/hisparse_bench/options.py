@@ -50,7 +50,7 @@ def device_of(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise ConfigError(unknown_name("--device", name, ("cpu", "cuda")))
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device: got cuda, PyTorch finds no CUDA GPU here (choices: cpu)")
+        raise ConfigError("--device: got cuda, but PyTorch finds no CUDA GPU here; expected cpu")
     return torch.device(name)
 
 

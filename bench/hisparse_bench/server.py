@@ -174,7 +174,9 @@ class ServerClient:
             return urllib.request.urlopen(request, timeout=600)
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
-            raise HiSparseError(f"the server answered {error.code} to {path}: {text}") from error
+            raise HiSparseError(
+                f"{path}: got {error.code} from the server, expected 200: {text}"
+            ) from error
 
 
 #: SGLang's names; "auto" is the model's.
@@ -316,7 +318,10 @@ class ServerProcess(ServerClient):
             time.sleep(0.2)
         self.stop()
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
-        raise HiSparseError(f"SGLang did not come up; the end of {self._log}:\n{tail}")
+        raise HiSparseError(
+            f"SGLang: got no answer from {self.url}, expected a server that came up; the end of "
+            f"{self._log}:\n{tail}"
+        )
 
     def __enter__(self) -> ServerProcess:
         return self

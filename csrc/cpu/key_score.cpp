@@ -51,14 +51,6 @@ struct LatentBytes {
   using Raw = uint8_t;
 };
 
-// Reports a page outside the pool.
-void check_in_pool(bool in_pool, const HostKeys& keys) {
-  if (!in_pool) {
-    TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << keys.num_pages
-                              << "), the pages of the keys";
-  }
-}
-
 struct KeyScoreParams {
   const float* query;              // [B, Hq, D]
   HostKeys keys;
@@ -192,7 +184,9 @@ void key_score(Arguments& in) {
   p.sums = sums;
   p.logit_cap = static_cast<float>(logit_cap);
   const auto take = [&](auto type) { return run<decltype(type)>(p); };
-  check_in_pool(rank > 0 ? take(LatentBytes()) : with_page_type(keys, "keys.k", take), p.keys);
+  if (!(rank > 0 ? take(LatentBytes()) : with_page_type(keys, "keys.k", take))) {
+    require_host_pages(p.host_pages, p.num_pages, p.batch, p.width, p.keys.num_pages);
+  }
 }
 
 HISPARSE_EXPORT_KERNEL(key_score)

@@ -99,8 +99,11 @@ void decode_latents(Arguments& in) {
           ? decode_pages(pages, table, row, data_of<uint16_t>(out, "out"))
           : decode_pages(pages, table, row, data_of<float>(out, "out"));
   if (!in_range) {
-    TVM_FFI_THROW(ValueError) << "table: a page is outside [0, " << pages.size(0)
-                              << "), the pages of pages";
+    const auto* ids = static_cast<const int32_t*>(table.data_ptr());
+    const int32_t* end = ids + table.size(0);
+    const int32_t* found = std::find_if(ids, end, [&](int32_t id) { return id >= pages.size(0); });
+    TVM_FFI_THROW(ValueError) << "table: got " << *found << " in entry " << found - ids
+                              << ", expected at most " << pages.size(0) - 1;
   }
 }
 

@@ -129,6 +129,21 @@ Fault step_row(const LruDiffParams& p, int64_t r, Scratch<Slot>& scratch) {
   return Fault::kNone;
 }
 
+// The unique pages that row r selects.
+int64_t count_pages(const LruDiffParams& p, int64_t r) {
+  std::vector<int32_t> pages(p.selection[r], p.selection[r] + p.width);
+  std::sort(pages.begin(), pages.end());
+  const auto end = std::unique(pages.begin(), pages.end());
+  return end - std::lower_bound(pages.begin(), end, 0);
+}
+
+// The first entry of row r's order that is no slot.
+const int32_t* no_slot(const LruDiffParams& p, int64_t r) {
+  const int32_t* order = p.lru_order[p.rows[r]];
+  return std::find_if(order, order + p.capacity[r],
+                      [&](int32_t slot) { return slot < 0 || slot >= p.slots; });
+}
+
 void raise(const LruDiffParams& p, Fault fault, int64_t r) {
   switch (fault) {
     case Fault::kStateRow:
@@ -142,11 +157,13 @@ void raise(const LruDiffParams& p, Fault fault, int64_t r) {
                                 << *std::max_element(p.selection[r], p.selection[r] + p.width)
                                 << " in row " << r << ", expected -1 to " << p.limit(r) - 1;
     case Fault::kOrder:
-      TVM_FFI_THROW(ValueError) << "lru_order: got a slot beyond 0 to " << p.slots - 1
-                                << " within the capacity of state row " << p.rows[r];
+      TVM_FFI_THROW(ValueError) << "lru_order: got slot " << *no_slot(p, r) << " in state row "
+                                << p.rows[r] << ", entry " << no_slot(p, r) - p.lru_order[p.rows[r]]
+                                << ", expected 0 to " << p.slots - 1;
     case Fault::kTooMany:
-      TVM_FFI_THROW(ValueError) << "selection: got more pages in row " << r
-                                << " than its capacity, expected at most " << p.capacity[r];
+      TVM_FFI_THROW(ValueError) << "selection: got " << count_pages(p, r) << " pages in state row "
+                                << p.rows[r] << ", expected at most its capacity, "
+                                << p.capacity[r];
     case Fault::kNone:
       break;
   }

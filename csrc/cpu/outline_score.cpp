@@ -143,8 +143,7 @@ void outline_score(Arguments& in) {
     if (!score_run(p, item / runs, item % runs * kPagesPerItem)) in_range = false;
   });
   if (!in_range) {
-    TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages
-                              << "), the outlines' pages";
+    require_host_pages(p.host_pages, p.num_pages, p.batch, p.width, p.num_host_pages);
   }
 }
 

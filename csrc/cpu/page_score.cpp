@@ -194,8 +194,7 @@ void page_score(Arguments& in) {
     return run<T>(p);
   });
   if (!in_range) {
-    TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages
-                              << "), the summaries' pages";
+    require_host_pages(p.host_pages, p.num_pages, p.batch, p.width, p.num_host_pages);
   }
 }
 

@@ -321,6 +321,16 @@ void require_lengths(const AttentionParams& p) {
   }
 }
 
+// Throws unless the pages of all tokens that are attended exist.
+void require_attended(const AttentionParams& p) {
+  for (int64_t row = 0; row < p.num_rows; ++row) {
+    const int64_t tokens = p.seq_lens[row];
+    const int64_t oldest = p.window > 0 ? std::max<int64_t>(0, tokens - p.window) : 0;
+    require_pages("page_table", p.page_table, row, oldest / p.page_size,
+                  (tokens + p.page_size - 1) / p.page_size, p.num_pages);
+  }
+}
+
 void paged_attention(Arguments& in) {
   const TensorView query = in.tensor(), k = in.tensor(), v = in.tensor();
   const std::optional<TensorView> scales = in.optional();
@@ -355,10 +365,7 @@ void paged_attention(Arguments& in) {
   require_lengths(p);
   const bool in_range =
       with_page_type(k, "kv.k", [&](auto type) { return run<decltype(type)>(p); });
-  if (!in_range) {
-    TVM_FFI_THROW(ValueError) << "page_table: a page is outside [0, " << p.num_pages
-                              << "), the pages of kv";
-  }
+  if (!in_range) require_attended(p);
 }
 
 HISPARSE_EXPORT_KERNEL(paged_attention)

@@ -329,8 +329,7 @@ void sketch_score(Arguments& in) {
                         : is(Narrow::get()) ? score_all(p, Narrow{}, queries)
                                             : score_all(p, AnyLayout{p.layout}, queries);
   if (!in_range) {
-    TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages
-                              << "), the sketches' pages";
+    require_host_pages(p.host_pages, p.num_pages, p.batch, p.num_columns, p.num_host_pages);
   }
 }
 

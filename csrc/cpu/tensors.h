@@ -31,6 +31,27 @@ Rows<T> rows_of(const TensorView& tensor, const char* name) {
   return {static_cast<T*>(tensor.data_ptr()), tensor.stride(tensor.ndim() - 2)};
 }
 
+// Throws if an entry from `first` to `last` - 1 of a row of a table of pages is outside [0, pages). A
+// kernel calls it for each row once it met such an entry: until then the message costs nothing.
+inline void require_pages(const char* name, const Rows<const int32_t>& table, int64_t row,
+                          int64_t first, int64_t last, int64_t pages) {
+  for (int64_t i = first; i < last; ++i) {
+    const int32_t page = table[row][i];
+    if (page < 0 || page >= pages) {
+      TVM_FFI_THROW(ValueError) << name << ": got " << page << " in row " << row << ", entry " << i
+                                << ", expected 0 to " << pages - 1;
+    }
+  }
+}
+
+// The same for a host page table [rows, width], of whose row r the first counts[r] entries are read.
+inline void require_host_pages(const Rows<const int32_t>& table, const int32_t* counts,
+                               int64_t rows, int64_t width, int64_t pages) {
+  for (int64_t r = 0; r < rows; ++r) {
+    require_pages("host_page_table", table, r, 0, std::min<int64_t>(counts[r], width), pages);
+  }
+}
+
 // Calls `body` with the element type of a tensor of floats.
 template <typename Body>
 auto with_element_type(const TensorView& tensor, const char* name, Body&& body) {

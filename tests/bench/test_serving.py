@@ -109,7 +109,7 @@ def test_a_server_that_ends_at_once_shows_the_end_of_its_log(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     server = ServerProcess("a-model", tmp_path / "log", ["--die"])
-    with pytest.raises(HiSparseError, match=r"did not come up; the end of .*log:\nno such model"):
+    with pytest.raises(HiSparseError, match=r"came up; the end of .*log:\nno such model"):
         server.start(environment)
 
 

@@ -220,6 +220,29 @@ def test_a_row_that_cannot_be_served_is_an_error(
     assert all(map(torch.equal, state[:3], example()[:3]))
 
 
+@pytest.mark.parametrize(
+    ("change", "pages", "message"),
+    [
+        (
+            {},
+            [1, 2, 3, 5, 6, 6, -1],
+            "got 5 pages in state row 0, .* its capacity, 4",
+        ),
+        ({"num_pages": i32([6])}, [4, 6, -1], "got page 6 in row 0, expected -1 to 5"),
+        ({"capacity": i32([7])}, [4], "capacity: got 7 in row 0, expected 0 to 6"),
+        ({"capacity": i32([5])}, [4], "got slot -1 in state row 0, entry 4, expected 0 to 5"),
+        ({"rows": torch.tensor([3])}, [4], "rows: got 3 in row 0, expected 0 to 0"),
+    ],
+)
+def test_the_error_says_what_was_given(
+    change: dict[str, Tensor], pages: list[int], message: str
+) -> None:
+    lengths, below = i32([sum(page >= 0 for page in pages)]), i32([9])
+    for impl in ("cpu",) if change else ("cpu", "reference"):
+        with pytest.raises(KernelError, match=message):
+            run(i32([pages]), lengths, rows_of(1, **change), impl, wait_below=below)
+
+
 @pytest.mark.parametrize(("change", "pages"), REFUSED)
 def test_a_gpu_marks_it_counts_it_and_attends_the_tail_page(
     unverified: str, change: dict[str, Tensor], pages: list[int]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 
-from hisparse.errors import HiSparseError, one_line
+from hisparse.errors import HiSparseError, one_line, shorten
 from hisparse_bench.load.contenders import DENSE, Contender
 from hisparse_bench.load.options import LoadOptions, round_up
 from hisparse_bench.server import RunningServer, ServerClient
@@ -171,7 +171,8 @@ def _steps(answer: Mapping[str, Any], key: str) -> list[Step]:
     found = about.get(key) or []
     if not 0 < len(found) == count:
         raise HiSparseError(
-            f"got {count} tokens with {len(found)} {key}, finished by {about.get('finish_reason')}"
+            f"{key}: got {len(found)} for {count} tokens, finished by "
+            f"{about.get('finish_reason')}, expected one for each token"
         )
     return [{int(token): float(x) for x, token, *_ in entries} for entries in found]
 
@@ -179,7 +180,10 @@ def _steps(answer: Mapping[str, Any], key: str) -> list[Step]:
 def _kl(dense: Step, ours: Step) -> float:
     """Divergence of ``ours`` from ``dense``: each token of ``dense``, and all others as one."""
     if absent := dense.keys() - ours.keys():
-        raise HiSparseError(f"the server gave no log-probabilities of tokens {sorted(absent)}")
+        raise HiSparseError(
+            f"token_ids_logprob: got none for tokens {shorten(sorted(absent))}, expected one for "
+            "each token that was asked"
+        )
     parts = [(math.exp(p), p, ours[token]) for token, p in dense.items()]
     rest = [max(1 - sum(math.exp(x[i]) for x in parts), 1e-9) for i in (1, 2)]
     kl = sum(share * (p - q) for share, p, q in parts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from hisparse.errors import ConfigError, quoted, unknown_name
+from hisparse.errors import ConfigError, one_line, quoted, unknown_name
 from hisparse.options import from_options, read_text
 from hisparse.units import parse_seconds, resolve_memory
 
@@ -268,5 +268,7 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--recipe {quoted(str(path))}: not TOML: {error}") from None
+        raise ConfigError(
+            f"--recipe {quoted(str(path))}: got {one_line(error)}, expected TOML"
+        ) from None
     return found

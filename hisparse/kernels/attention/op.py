@@ -25,10 +25,10 @@ def _pages_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
             f"heads: got {rows}, expected 1, or a multiple of the {sizes['Hs']} heads of kv.k that "
             f"divides the {sizes['R']} rows"
         )
-    elif tensors["query"].device.type != "cpu":
+    elif tensors["query"].device.type != "cpu" or sizes["impl"] == "triton":
         raise KernelError(
-            f"heads: got {rows} on {tensors['query'].device}, expected 1, because only a CPU "
-            "attends rows of one head over pages of all"
+            f"heads: got {rows} on {tensors['query'].device} with impl {sizes['impl']!r}, expected "
+            "1, because only a CPU attends rows of one head over pages of all, and not by Triton"
         )
 
 
@@ -52,7 +52,7 @@ PAGED_ATTENTION = Operation(
     Arg("page_table", "R P", torch.int32, layout="any"),
     Arg("seq_lens", "R", torch.int32, layout="any"),
     results=(Result(torch.float32, "R Q Dv"), Result(torch.float32, "R Q")),
-    values=("heads",),
+    values=("heads", "impl"),
     cpu=lambda call, query, kv, table, seq_lens, rule, heads=1: call(
         query, *kv, table, seq_lens, rule.scale, rule.logit_cap, rule.window, heads
     ),
@@ -104,7 +104,7 @@ def paged_attention(
         float32 query is attended in float32 throughout.
     """
     stored = StoredKV(*kv)
-    run = PAGED_ATTENTION(impl, query, *stored, page_table, seq_lens, values=(heads,))
+    run = PAGED_ATTENTION(impl, query, *stored, page_table, seq_lens, values=(heads, impl))
     # Triton's kernel has no such argument.
     more = () if heads == 1 else (heads,)
     out, lse = run(query, stored, page_table, seq_lens, rule, *more)

@@ -93,8 +93,13 @@ def _lru_diff(
     found = _intersect(pages, slot_pages, table.shape[1])
     num_loads = num_misses = found.first_miss.sum(1)
     if wait_below is not None:
-        if bool((num_misses + found.first_hit.sum(1) > rows.capacity).any()):
-            raise KernelError("selection: got more pages in a row than its capacity")
+        selected = num_misses + found.first_hit.sum(1)
+        if bool((beyond := selected > rows.capacity).any()):
+            at = int(beyond.int().argmax())
+            raise KernelError(
+                f"selection: got {selected[at]} pages in state row {rows.rows[at]}, expected at "
+                f"most its capacity, {rows.capacity[at]}"
+            )
         num_loads = torch.where(num_misses < wait_below, num_misses, num_misses.clamp(max=admit))
     victims, order = _evict(order.long(), rows.capacity, found, num_loads[:, None])
     diff, load_pages = _map_loads(pages, table, found, victims)
