@@ -103,7 +103,6 @@ void diff_tables(Arguments& in) {
   set_tables(p, slot_pages, lru_order, in.tensor());
   out.device_pages = data_of<const int32_t>(device_pages, "device_pages");
   out.device_pages_stride = device_pages.stride(0);
-  in.skip(2);  // wait_below and away: all rows wait
   const TensorView attended = in.tensor();
   out.attended = data_of<int32_t>(attended, "attended");
   out.attended_stride = attended.stride(0);

@@ -33,7 +33,7 @@ class DelayedStreams(SideStreams):
     def __init__(self, order: Order) -> None:
         self._order = order
         self._random = random.Random(order)
-        self._waiting: dict[Lane, list[_Delayed[Any]]] = {"read": [], "write": [], "host": []}
+        self._waiting: dict[Lane, list[_Delayed[Any]]] = {"read": [], "write": []}
         self.num_started = 0
         self.num_delayed = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class DecodeBench(ModelShape):
         batch: requests.
         layers: layers of the model; each timed step runs the next one.
         algorithm: name of the algorithm that selects pages.
+        miss: "host" also times a step that attends missing pages in host memory, with queries that
+            drift as fast as those of "transfer".
     """
 
     context: int = 32768
@@ -56,6 +58,7 @@ class DecodeBench(ModelShape):
     batch: int = 1
     layers: int = 2
     algorithm: str = HiSparseConfig.algorithm
+    miss: Literal["transfer", "host"] = "transfer"
 
     def __post_init__(self) -> None:
         if not ALGORITHMS.get(self.algorithm).indexer:
@@ -78,27 +81,34 @@ class DecodeBench(ModelShape):
         work = DecodeWorkload(requests, self.misses)
         agrees = work.agrees()
         work.calibrate(_CALIBRATION_TOKENS)
-        before, first = requests.stats, requests.length
-        peers, ours = work.peers(), Candidate(work.decode, work.prepare)
+        on = options.device.type
+        works = {on: work}
+        if self.miss != "transfer":
+            beside = DecodeWorkload(self._make_requests(options, num_tokens, self.miss), 0)
+            agrees = beside.agrees() and agrees
+            beside.drift = work.drift
+            works = {f"{on}_{self.miss}": beside, on: work}
+        before = {name: (each.requests.stats, each.requests.length) for name, each in works.items()}
+        peers = work.peers()
+        ours = {name: Candidate(each.decode, each.prepare) for name, each in works.items()}
 
         def moved() -> dict[str, int]:
-            work.finish_token()
-            read = requests.read_bytes(requests.stats) - requests.read_bytes(before)
-            own = read // ((requests.length - first) * self.layers)
-            return dict.fromkeys(peers, requests.context_bytes) | {options.device.type: own}
+            own = {name: each.bytes_since(*before[name]) for name, each in works.items()}
+            return dict.fromkeys(peers, requests.context_bytes) | own
 
         case = timed_case(
             "decode",
             self._params() | ({"left_out": work.left_out} if work.left_out else {}),
-            peers | {options.device.type: ours},
+            peers | ours,
             options,
             agrees=lambda: agrees,
             moved=moved,
             num_warmups=_WARMUPS,
         )
-        case.params["miss_ratio"] = round(miss_ratio(before, requests.stats), 4)
-        if options.device.type == "cuda" and case.gate == "passed":
-            case.params["kernels_us"] = kernel_times(ours, range(num_steps, num_steps + _PROFILED))
+        case.params["miss_ratio"] = round(miss_ratio(before[on][0], requests.stats), 4)
+        if on == "cuda" and case.gate == "passed":
+            steps = range(num_steps, num_steps + _PROFILED)
+            case.params["kernels_us"] = kernel_times(ours[on], steps)
         return case
 
     def _check(self) -> None:
@@ -114,7 +124,9 @@ class DecodeBench(ModelShape):
         if self.budget > self.context:
             raise ConfigError(f"--budget: got {self.budget}, expected at most the context")
 
-    def _make_requests(self, options: Options, num_tokens: int) -> RandomRequests:
+    def _make_requests(
+        self, options: Options, num_tokens: int, miss: Literal["transfer", "host"] = "transfer"
+    ) -> RandomRequests:
         """Requests that can decode ``num_tokens``."""
         num_tokens = -(-num_tokens // self.page_size) * self.page_size
         row_tokens = 2 * self.budget if self.misses else self.context + num_tokens
@@ -128,6 +140,7 @@ class DecodeBench(ModelShape):
             device=options.device,
             algorithm=self.algorithm,
             seed=options.seed,
+            miss=miss,
         )
 
     def _params(self) -> dict[str, Any]:
@@ -149,6 +162,7 @@ class DecodeWorkload:
 
     Attributes:
         requests: see above.
+        drift: part of a token's queries that is new, 1 for all.
     """
 
     def __init__(self, requests: RandomRequests, misses: float) -> None:
@@ -158,7 +172,7 @@ class DecodeWorkload:
         kv = requests.kv
         shape = (kv.num_layers, requests.batch, kv.num_q_heads, kv.head_dim)
         self._queries = torch.randn(shape, device=requests.device)
-        self._drift = 0.3 if misses else 1.0
+        self.drift = 0.3 if misses else 1.0
         self._layer = kv.num_layers - 1
         #: By layer; empty: the model has no indexer.
         self._indexer: list[IndexerInputs] = []
@@ -171,9 +185,9 @@ class DecodeWorkload:
             return
         fresh = [self.requests.indexer_inputs(len(self._kv[0])) for _ in self._queries]
         if self._indexer:
-            kept = (1 - self._drift**2) ** 0.5
+            kept = (1 - self.drift**2) ** 0.5
             fresh = [
-                new._replace(queries=kept * old.queries + self._drift * new.queries)
+                new._replace(queries=kept * old.queries + self.drift * new.queries)
                 for old, new in zip(self._indexer, fresh, strict=True)
             ]
         self._indexer = fresh
@@ -193,18 +207,21 @@ class DecodeWorkload:
         requests.begin_token()
         self._begin_token()
         fresh = torch.randn_like(self._queries)
-        self._queries = (1 - self._drift**2) ** 0.5 * self._queries + self._drift * fresh
+        self._queries = (1 - self.drift**2) ** 0.5 * self._queries + self.drift * fresh
 
     def decode(self, step: int) -> Tensor:
         """Attention of the current layer."""
         indexer = self._indexer[self._layer] if self._indexer else None
         return self.requests.coordinator.attention(self._layer, self.query, *self._kv, indexer)
 
-    def finish_token(self) -> None:
-        """Decode the current token's other layers: counts are of whole tokens."""
-        while self._layer < self.requests.kv.num_layers - 1:
+    def bytes_since(self, before: CacheStats, first: int) -> int:
+        """Bytes that a step read since counts ``before``, when the context had ``first`` tokens."""
+        requests, layers = self.requests, self.requests.kv.num_layers
+        while self._layer < layers - 1:  # Counts are of whole tokens.
             self.prepare(0)
             self.decode(0)
+        read = requests.read_bytes(requests.stats) - requests.read_bytes(before)
+        return read // ((requests.length - first) * layers)
 
     def calibrate(self, num_tokens: int) -> None:
         """Adjust the drift to the requested miss ratio; faster drift misses more pages."""
@@ -216,8 +233,8 @@ class DecodeWorkload:
                 self.decode(step)
             got = miss_ratio(before, self.requests.stats)
             if self._misses and token >= 4:
-                self._drift *= min(max((self._misses / max(got, 1e-3)) ** 0.5, 0.8), 1.25)
-                self._drift = min(self._drift, 1.0)
+                self.drift *= min(max((self._misses / max(got, 1e-3)) ** 0.5, 0.8), 1.25)
+                self.drift = min(self.drift, 1.0)
 
     def agrees(self) -> bool:
         """Whether one token's output in all layers equals float64 attention over the selection."""

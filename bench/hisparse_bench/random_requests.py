@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ class RandomRequests:
         staging_pages: pages of a staging tile.
         reuse_layers: layers that share a selection.
         overlap: whether transfers run beside compute.
+        miss: the setting.
     """
 
     kv: KVSpec
@@ -66,6 +68,7 @@ class RandomRequests:
     staging_pages: int = 16
     reuse_layers: int = 1
     overlap: bool = False
+    miss: Literal["transfer", "host"] = "transfer"
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -78,6 +81,7 @@ class RandomRequests:
             page_size=size,
             reuse_layers=self.reuse_layers,
             overlap=self.overlap,
+            miss=self.miss,
             selection_scope=self.scope,
             # A model with an indexer attends only what it selects.
             num_sink_pages=0 if kv.index_head_dim else HiSparseConfig.num_sink_pages,
@@ -234,10 +238,11 @@ class RandomRequests:
         For a selection, what the algorithm scores of every page of the context; the K and V that
         are attended; and, once more, the pages that are copied from host memory.
         """
-        size = self.kv.page_size
+        size, page_bytes = self.kv.page_size, self.coordinator.manager.device.page_bytes
         scored = stats.selections * (self.context // size) * self._scored_page_bytes
-        attended = stats.selected_tokens * self.coordinator.manager.device.page_bytes // size
-        return scored // self.policy.heads + attended + stats.decode_read_bytes
+        attended = stats.selected_tokens * page_bytes // size
+        copied = stats.decode_read_bytes - stats.away_pages * page_bytes
+        return scored // self.policy.heads + attended + copied
 
     @property
     def context_bytes(self) -> int:

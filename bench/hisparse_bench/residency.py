@@ -15,7 +15,7 @@ from hisparse.cache import HostKVPool
 from hisparse.errors import ConfigError
 from hisparse.kernels import DecodeRows, DiffTables, RowState, diff_tables, gather_pages
 from hisparse.kernels.operation import ResultMemory
-from hisparse.types import HostLayout, KVSpec, PagedKV
+from hisparse.types import HostLayout, KVSpec, PagedKV, Selection
 from hisparse_bench.options import Options
 from hisparse_bench.peers import fused_swap_in, reason_to_leave_out
 from hisparse_bench.report import Case
@@ -99,13 +99,12 @@ class _Rows:
         counts = torch.full_like(capacity, self.table.shape[1])
         own = torch.arange(rows, device=device)
         step = DecodeRows(own, capacity, real, self.table, counts, tails, tails)
+        chosen = Selection(self.selection, lengths)
         memory = ResultMemory()  # As in a step.
 
         def run() -> DiffTables:
             with memory:
-                return diff_tables(
-                    self.selection, lengths, step, state, page_size=page_size, impl=impl
-                )
+                return diff_tables(chosen, step, state, page_size=page_size, impl=impl)
 
         return run
 

@@ -79,8 +79,6 @@ void diff_tables(Arguments& in) {
   p.lru_order = rows_of<int32_t>(in.tensor(), "lru_order");
   const DevicePages pages(in.tensor());
   in.skip(1);  // page_slots
-  p.wait_below = in.data_or_null<const int32_t>("wait_below");
-  p.away = in.data_or_null<int32_t>("away");
   const Rows<int32_t> attended = rows_of<int32_t>(in.tensor(), "attended");
   int32_t* tokens = in.data<int32_t>("seq_lens");
   const Rows<int32_t> loads = rows_of<int32_t>(in.tensor(), "loads");
@@ -88,7 +86,7 @@ void diff_tables(Arguments& in) {
   p.num_hits = in.data<int32_t>("num_hits");
   p.num_misses = in.data<int32_t>("num_misses");
   const auto page_size = in.number<int32_t>(), tail_below = in.number<int32_t>();
-  p.admit = in.number<int32_t>();
+  p.all_wait = in.number<bool>();
   p.set(selection, host_page_table, slot_pages);
   const int64_t width = p.width;
   for (int64_t r = 0; r < p.num_rows; ++r) {
@@ -111,7 +109,7 @@ void diff_tables(Arguments& in) {
       counts[2] += !well_formed(entries, width, length, p.num_hits[r] + p.num_misses[r]);
     }
     const bool has_tail = length < tail_below || (p.dense != nullptr && p.dense[r]);
-    if (p.away != nullptr && p.away[r] > 0) length = drop_away(entries, width, length);
+    if (!p.waits(r)) length = drop_away(entries, width, length);
     pages.look_up(own, entries, width, entries, "curr_device_slots");
     pages.look_up(own, loads[r], width, loads[r], "load_device_slots");
     entries[width] = -1;

@@ -43,7 +43,6 @@ void fill_padding(const LruDiffParams& p, int64_t r) {
     std::fill_n(out[r], p.width, -1);
   }
   p.num_hits[r] = p.num_misses[r] = 0;
-  if (p.away != nullptr) p.away[r] = 0;
 }
 
 // Gives each of `count` missing entries, in order of first occurrence, the coldest slot that is
@@ -67,18 +66,6 @@ int32_t map_loads(const LruDiffParams& p, int64_t r, int32_t count, const Partit
     current[entry] = static_cast<int32_t>(slot);
   }
   return num_misses;
-}
-
-// The misses of a row that does not wait are away, and few of them or none get a slot. Returns how
-// many misses get one.
-template <typename Slot>
-int32_t leave_away(const LruDiffParams& p, int64_t r, int32_t count, int32_t num_misses,
-                   const Scratch<Slot>& scratch) {
-  const bool waits = p.waits(r, num_misses);
-  if (p.away != nullptr) p.away[r] = waits ? 0 : num_misses;
-  if (waits) return num_misses;
-  for (int32_t m = 0; m < count; ++m) p.curr_device_slots[r][scratch.missing[m]] = kAway;
-  return std::min(num_misses, p.admit);
 }
 
 // The order after the step: survivors, then loads, then hits.
@@ -125,7 +112,10 @@ Fault step_row(const LruDiffParams& p, int64_t r, Scratch<Slot>& scratch) {
   if (!part.run()) return Fault::kOrder;
   const int32_t num_misses = map_loads(p, r, num_missing, part, scratch);
   if (num_misses > part.num_others) return Fault::kTooMany;
-  commit(p, r, part, num_misses, leave_away(p, r, num_missing, num_misses, scratch));
+  const bool waits = p.waits(r);
+  // What a row does not wait for is away, and gets no slot.
+  for (int32_t m = 0; !waits && m < num_missing; ++m) current[scratch.missing[m]] = kAway;
+  commit(p, r, part, num_misses, waits ? num_misses : 0);
   return Fault::kNone;
 }
 

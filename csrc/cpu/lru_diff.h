@@ -24,16 +24,11 @@ struct LruDiffParams {
   int32_t* num_hits;                // [R]
   int32_t* num_misses;              // [R]
   const bool* dense;                // [R], rows that wait for any misses; or null
-  const int32_t* wait_below;        // [T], other rows wait for fewer misses; null: all rows wait
-  int32_t* away;                    // [R], misses of rows that do not wait; null with wait_below
-  int32_t admit;                    // of these misses, the most that get a slot
+  bool all_wait;                    // or only those of `dense`
   int64_t num_rows, num_real_rows, num_states, rows_per_table;
   int32_t width, slots, num_pages;
 
-  bool waits(int64_t r, int32_t misses) const {
-    return wait_below == nullptr || (dense != nullptr && dense[r]) ||
-           misses < wait_below[r / rows_per_table];
-  }
+  bool waits(int64_t r) const { return all_wait || (dense != nullptr && dense[r]); }
 
   // Pages that row r may select.
   int32_t limit(int64_t r) const {

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import DecodeRows, HostKeys, SelectRule, TailPages, paged_attention, upload
-from hisparse.kernels.operation import new_tensors
 from hisparse.kernels.sketch.op import tail_lse
 from hisparse.types import AttentionRule, IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
@@ -209,7 +208,6 @@ class DecodeStep:
         follows: whether an earlier step of the forward may fill tail pages, so that each layer has
             to find them when it begins.
         captured: whether this is a captured step, or one that warms up for the capture.
-        drafts: whether requests may have several tokens in the step or in the forward.
         index: ``[B] int64``, places of the requests in the batch, or None if they are all of it.
         last: the last tokens of the requests, if some have several tokens in the batch, one after
             the other. Only the last token may fill a page.
@@ -228,7 +226,6 @@ class DecodeStep:
     rows: DecodeRows
     follows: bool = False
     captured: bool = False
-    drafts: bool = False
     index: Tensor | None = None
     last: DecodeStep | None = None
     by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
@@ -272,11 +269,6 @@ class DecodeStep:
         launch. ``name`` is unique in the algorithm.
         """
         return self.cache.once(("plug-in", name), find)
-
-    def scaled(self, queries: Tensor) -> Tensor:
-        """``queries [B, Hq, D]``, any float dtype, in float32 and times the softmax scale."""
-        (query,) = new_tensors("scaled queries", [(queries.shape, torch.float32)], queries.device)
-        return query.copy_(queries).mul_(self.policy.scale)
 
     @property
     def seq_lens(self) -> Tensor:
@@ -395,6 +387,5 @@ class DecodeStep:
                 counts=self.rows.counts,
             ),
             follows=self.follows,
-            drafts=self.drafts,
             index=index,
         )

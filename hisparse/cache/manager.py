@@ -108,9 +108,8 @@ class SparseKVCacheManager:
             host, sizes.staging_pages, 2 if self.overlaps else 1, device, self.streams
         )
         self.loader = SwapIn(
-            host, pool, self.streams, counters, checked=self.checked, overlaps=self.overlaps,
-            aside=self.aside,
-        )  # fmt: skip
+            host, pool, self.streams, counters, checked=self.checked, overlaps=self.overlaps
+        )
 
     def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
         """Apply resets and capacity changes; see :meth:`Residency.start_forward`."""

@@ -13,9 +13,8 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 #: A lane runs its work in the order of the starts. "read" copies from host memory to the device,
-#: "write" from the device to host memory: a link carries both directions at once. On "host" the CPU
-#: attends pages in host memory.
-Lane = Literal["read", "write", "host"]
+#: "write" from the device to host memory: a link carries both directions at once.
+Lane = Literal["read", "write"]
 
 T = TypeVar("T")
 
@@ -69,7 +68,6 @@ class CudaStreams(SideStreams):
         self._lanes: dict[Lane, torch.cuda.Stream] = {
             "read": torch.cuda.Stream(device),
             "write": torch.cuda.Stream(device),
-            "host": torch.cuda.Stream(device),
         }
         self._open: list[Pending[Any]] = []
 

@@ -29,11 +29,6 @@ class SwapIn:
         counters: counts hits and misses.
         checked: verify selections and resident bytes; waits for the device.
         overlaps: whether :meth:`swap_in` also starts the transfers of later layers.
-        aside: side streams for loads that nothing reads before the next forward.
-
-    Attributes:
-        admit: of the missing pages that a row does not wait for, the most that are loaded for later
-            steps; None: all. On a CPU none are: host and device are one memory.
     """
 
     def __init__(
@@ -45,10 +40,7 @@ class SwapIn:
         *,
         checked: bool,
         overlaps: bool,
-        aside: SideStreams,
     ) -> None:
-        self.admit = 0 if device.device.type == "cpu" else None
-        self._aside = aside
         self._host = host
         self._device = device
         self._streams = streams
@@ -67,7 +59,7 @@ class SwapIn:
         waits: bool = True,
         followers: Sequence[int] = (),
     ) -> DiffTables:
-        """Make the selected pages resident, or all that were missing by the next step.
+        """Make the selected pages resident, or find those that are.
 
         Args:
             layer_id: layer number.
@@ -75,8 +67,8 @@ class SwapIn:
             selection: the selected pages; None: every page of every request.
             width: the most pages of a request; None: those of the selection, or of the contexts.
             tail_below: the tail page is attended beside fewer pages than this; None: always.
-            waits: whether the missing pages are waited for. If not, they are away: to be attended
-                in host memory, but for those of dense requests.
+            waits: whether the missing pages are loaded. If not, they are away, to be attended in
+                host memory, but for those of dense requests.
             followers: later layers that share the selection. With overlap, their loads start here,
                 after that of this layer, if it waits.
 
@@ -88,11 +80,8 @@ class SwapIn:
 
         def load(layer: int) -> DiffTables:
             tables = self.diff(layer, step, selection, width, tail_below, waits)
-            missing = (layer, tables, step.rows.capacity, self._host.stored(layer))
-            if waits or step.dense is not None or step.drafts:
-                self._gather(*missing)
-            else:  # Victims hold no selected page: this layer reads neither them nor the loads.
-                self._aside.start("read", partial(self._gather, *missing))
+            if waits or step.dense is not None:
+                self._gather(layer, tables, step.rows.capacity, self._host.stored(layer))
             return tables
 
         early: dict[int, Pending[DiffTables]] = step.cache.early
@@ -124,19 +113,14 @@ class SwapIn:
         if selection is None and width is None:
             # A context that fits has at most as many pages as the largest row.
             width = max(1, min(step.max_pages, self._device.max_row_pages))
-        wait_below = None
-        if not waits:
-            wait_below = step.cache.once("wait below", lambda: torch.zeros_like(step.num_pages))
         return diff_tables(
-            None if selection is None else selection.pages.flatten(0, 1),
-            None if selection is None else selection.lengths.flatten(),
+            None if selection is None else Selection(*(x.flatten(0, 1) for x in selection)),
             step.rows._replace(tail_pages=step.tails(layer_id)),
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
             width=width,
             tail_below=tail_below,
-            wait_below=wait_below,
-            admit=self.admit,
+            waits=waits,
         )
 
     def _gather(
@@ -167,8 +151,9 @@ class SwapIn:
         capacity = self._device.capacity[rows]
         # Numbers are filled in on the device: a copy from the host would wait for the device.
         tables = diff_tables(
-            pages.expand(heads, -1).contiguous(),
-            torch.full_like(capacity, last - first),
+            Selection(
+                pages.expand(heads, -1).contiguous(), torch.full_like(capacity, last - first)
+            ),
             DecodeRows(
                 rows,
                 capacity,

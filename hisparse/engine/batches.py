@@ -84,7 +84,6 @@ class DecodeBatch:
             each request may have. None: there is no padding.
         last: ``[B] bool``, the last token of each request, or None if each has one token.
         follows: whether an earlier step of the forward may have filled tail pages.
-        drafts: whether requests may have several tokens in the batch or in the forward.
     """
 
     slots: Tensor
@@ -96,7 +95,6 @@ class DecodeBatch:
     num_real: Tensor | None = None
     last: np.ndarray | None = None
     follows: bool = False
-    drafts: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -217,7 +215,6 @@ class DecodeBatch:
                 counts=engine.manager.counters.selected,
             ),
             follows=self.follows,
-            drafts=self.drafts,
             captured=self.num_real is not None,
         )
 

@@ -8,16 +8,15 @@ from torch import Tensor
 from hisparse.adapters import Attended, TorchAdapter, add_sinks
 from hisparse.algorithms import DecodeStep, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
-from hisparse.cache.streams import Pending
 from hisparse.kernels import DiffTables, paged_attention
 from hisparse.types import AttentionRule, Pages
 
 
 class HostAttention:
-    """Attends what is not on the device, beside the device's attention, and whole contexts.
+    """Attends what is not on the device, and whole contexts.
 
     Args:
-        manager: has the pages, and the side streams.
+        manager: has the pages.
         policy: shapes of the model and the rules of selections.
     """
 
@@ -27,24 +26,20 @@ class HostAttention:
         self._attend_rows = attend_with(_RowsOfHeads(policy.heads), policy.max_pages)
         self._attend_tokens = attend_with(_RowsOfHeads(1), policy.max_pages)
 
-    def start(
+    def attend_away(
         self, layer_id: int, queries: Tensor, tables: DiffTables, rule: AttentionRule
-    ) -> Pending[Attended] | None:
-        """Begin to attend the pages that are away; None: no row may have any.
+    ) -> Attended | None:
+        """Attend the pages that are away; None: no row may have any.
 
         ``queries [R, Q, D]``, model's dtype -> out ``[R, Q, Dv]``, lse ``[R, Q]``, float32; 0 and
         -inf for rows that wait.
         """
-        away, stored = tables.away, self._manager.host.stored(layer_id)
-        if away is None:
+        if tables.away is None:
             return None
-
-        def attend() -> Attended:
-            # Missing pages are full: the tail page is on the device.
-            lens = away * self._manager.host.kv.page_size
-            return self._attend_rows(queries, stored, tables.load_host_pages, lens, rule)
-
-        return self._manager.aside.start("host", attend)
+        host = self._manager.host
+        # Missing pages are full: the tail page is on the device.
+        lens = tables.away * host.kv.page_size
+        return self._attend_rows(queries, host.stored(layer_id), tables.load_host_pages, lens, rule)
 
     def attend_contexts(
         self, layer_id: int, q: Tensor, step: DecodeStep, sinks: Tensor | None

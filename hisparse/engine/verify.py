@@ -166,7 +166,6 @@ class _Verification:
             host_page_table=batch.host_page_table[index],
             last=None if is_last.all() else is_last,
             follows=number > 0,
-            drafts=True,
         ).step(self._engine)
         tokens = self._upload(requests * batch.host_slots.shape[1] + places)
         return _Run(requests=requests, places=places, tokens=tokens, step=step)

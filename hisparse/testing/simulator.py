@@ -97,7 +97,6 @@ class Simulator:
         layer_metrics: whether hits and misses of each layer are counted.
         side_streams: side streams for transfers; None: transfers do not overlap.
         miss: the setting.
-        admits: whether pages that are attended in host memory are loaded as well, as on a GPU.
         sinks: ``[L, Hq]``, any float dtype, logits of attention sinks; None: the model has none.
     """
 
@@ -135,7 +134,6 @@ class Simulator:
     layer_metrics: bool = False
     side_streams: SideStreams | None = None
     miss: Literal["transfer", "host"] = "transfer"
-    admits: bool = False
     sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -183,8 +181,6 @@ class Simulator:
             streams=self.side_streams,
         )
         self.manager = self.coordinator.manager
-        if self.admits:
-            self.manager.loader.admit = None
         self.representations = self.coordinator.representations
         self._poison(kept_tensors(self.config, self.algorithm, self.policy))
         self.free_host_pages = list(range(self.host_pages - 1, 0, -1))

@@ -262,6 +262,15 @@ def test_misses_of_the_decode_bench_settle_where_asked() -> None:
     assert resident.params["miss_ratio"] == 0
 
 
+def test_the_decode_bench_times_both_ways_with_misses() -> None:
+    bench = DecodeBench(context=1024, budget=128, page_size=8, head_dim=32, miss="host")
+    case = bench.run(OPTIONS)
+    assert case.gate == "passed"
+    assert [each.impl for each in case.results[-2:]] == ["cpu_host", "cpu"]
+    host, transfer = (case.params["bytes"][name] for name in ("cpu_host", "cpu"))
+    assert host < transfer, "nothing is copied"
+
+
 def test_a_wrong_kernel_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """One index, one page and one output that are wrong, in one implementation each."""
     right_diff, right_gather = residency.diff_tables, residency.gather_pages

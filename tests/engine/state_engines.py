@@ -76,7 +76,6 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "quest-overlap": ({"side_streams": 3}, Quest),
     "quest-reference": ({}, Quest),
     "quest-host": (_HOST | {"dense_layers": (1,), "side_streams": 5}, Quest),
-    "quest-host-admits": (_HOST | {"admits": True, "side_streams": 6}, Quest),
     "quest-host-page-16-fp8": (
         _HOST
         | _PAGES_OF_16

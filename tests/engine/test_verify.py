@@ -18,7 +18,6 @@ from hisparse.cache.kv_io import read_tokens
 from hisparse.engine.verify import VerifyBatch
 from hisparse.testing import Request, Simulator
 from hisparse.types import IndexerInputs
-from tests.delayed import DelayedStreams
 from tests.sizes import sized
 
 LENGTH, PROMPTS, SLOTS = 150, (101, 60), (1, 3)
@@ -56,7 +55,6 @@ SETTINGS = [
     ),
     pytest.param({"layers": 4, "windows": (20, 0, 9, 33)}, id="windows-sinks"),
     pytest.param(HOST, id="host"),
-    pytest.param(HOST | {"admits": True}, id="host-admits"),
     pytest.param(ROOMY, id="rows-with-room-for-all-drafts"),
     pytest.param(ROOMY | {"page_size": 16, "budget": 64}, id="drafts-within-a-page"),
 ]
@@ -145,9 +143,7 @@ def random_draft(request: Request, other: Request, count: int, rng: random.Rando
 
 def simulator(settings: dict[str, Any]) -> tuple[DraftingSimulator, list[Request]]:
     """Two requests with their prompts, and host pages for all of their tokens."""
-    # Loads of pages that nobody waits for run as late as they may.
-    late = {"side_streams": DelayedStreams("late")} if "admits" in settings else {}
-    sim = DraftingSimulator(**SMALL | settings | late)
+    sim = DraftingSimulator(**SMALL | settings)
     if "windows" in settings:
         sim.sinks = torch.linspace(-1, 3, sim.layers * 4).view(sim.layers, 4)
     requests = [

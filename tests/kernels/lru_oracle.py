@@ -12,19 +12,14 @@ class LruOracle:
         self.slots: OrderedDict[int, int | None] = OrderedDict((s, None) for s in range(capacity))
 
     def step(
-        self,
-        selection: list[int],
-        host_pages: list[int],
-        wait_below: int | None = None,
-        admit: int | None = None,
+        self, selection: list[int], host_pages: list[int], *, waits: bool = True
     ) -> dict[str, list[int] | int]:
         """One ``diff_tables`` of the row; the outputs without their padding at the end."""
         wanted = list(dict.fromkeys(p for p in selection if p >= 0))
         where = {page: slot for slot, page in self.slots.items() if page is not None}
         hits = {where[p] for p in wanted if p in where}
         misses = [p for p in wanted if p not in where]
-        away = misses if wait_below is not None and len(misses) >= wait_below else []
-        loads = misses[:admit] if away else misses
+        loads, away = (misses, []) if waits else ([], misses)
         victims = [slot for slot in self.slots if slot not in hits][: len(loads)]
         for slot, page in zip(victims, loads, strict=True):
             self.slots[slot] = page

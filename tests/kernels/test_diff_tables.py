@@ -16,6 +16,7 @@ from hisparse.kernels import (
     diff_tables,
     verify_diff,
 )
+from hisparse.types import Selection
 from tests.kernels.world import i32, indexed, wide_trace
 
 SIZE = 16
@@ -53,7 +54,10 @@ def run(
     **options: Any,
 ) -> tuple[DiffTables, RowState]:
     state = state or example(max(1, len(rows.rows)))
-    found = diff_tables(selection, lengths, rows, state, page_size=SIZE, impl=impl, **options)
+    chosen = None
+    if selection is not None and lengths is not None:
+        chosen = Selection(selection, lengths)
+    found = diff_tables(chosen, rows, state, page_size=SIZE, impl=impl, **options)
     return found, state
 
 
@@ -94,37 +98,28 @@ def test_the_tail_page_is_left_out_where_a_selection_fills_the_budget(impl: str)
     assert found.seq_lens.tolist() == [3 * SIZE, 2 * SIZE + 5]
 
 
-@pytest.mark.parametrize(("admit", "loads"), [(0, []), (1, [12]), (None, [12, 10])])
-def test_misses_of_a_row_that_does_not_wait_are_away(
-    impl: str, admit: int | None, loads: list[int]
-) -> None:
-    """All requests have two misses; the second waits for less than three, the third is dense."""
+def test_misses_of_a_row_that_does_not_wait_are_away(impl: str) -> None:
+    """Both requests have two misses; the second is dense."""
     if impl not in ("reference", "cpu"):
         pytest.skip("on a GPU all rows wait")
-    dense, waits = torch.tensor([False, False, True]), i32([2, 3, 0])
-    rows = rows_of(3, num_pages=i32([10, 10, 3]), dense=dense)
-    selection, lengths = i32([[4, 5, 6, 9]] * 3), i32([4, 4, 4])
-    state = example(3)
-    found = diff_tables(
-        selection, lengths, rows, state, page_size=SIZE, tail_below=4, wait_below=waits,
-        admit=admit, impl=impl,
-    )  # fmt: skip
+    rows = rows_of(2, num_pages=i32([10, 3]), dense=torch.tensor([False, True]))
+    selection, lengths = i32([[4, 5, 6, 9]] * 2), i32([4, 4])
+    found, state = run(selection, lengths, rows, impl, tail_below=4, waits=False)
     assert found.away is not None
-    assert found.away.tolist() == [2, 0, 0]
-    assert found.num_misses.tolist() == [2, 2, 2]
-    assert found.attended.tolist()[:2] == [[13, 11, 77, -1, -1], [13, 12, 10, 11, 77]]
+    assert found.away.tolist() == [2, 0]
+    assert found.num_misses.tolist() == [2, 2]
+    assert found.attended.tolist() == [[13, 11, 77, -1, -1], [12, 10, 13, 77, -1]]
     # The tail page counts by what is selected, not by what is attended on the device.
-    assert found.seq_lens.tolist() == [2 * SIZE, 4 * SIZE, 3 * SIZE + 5]
-    assert found.load_host_pages.tolist()[0] == [105, 106, -1, -1]
-    assert found.loads.tolist()[:2] == [[*loads, *NOTHING][:4], [12, 10, -1, -1]]
-    assert state.slot_pages[0].tolist() == [
-        [1, 9, 7, 4, -1, -1], [1, 9, 5, 4, -1, -1], [6, 9, 5, 4, -1, -1]
-    ][len(loads)]  # fmt: skip
+    assert found.seq_lens.tolist() == [2 * SIZE, 3 * SIZE + 5]
+    assert found.load_host_pages.tolist() == [[105, 106, -1, -1], [100, 102, -1, -1]]
+    assert found.loads.tolist() == [NOTHING, [12, 13, -1, -1]]
+    assert state.slot_pages[0].tolist() == [1, 9, 7, 4, -1, -1]
+    assert state.lru_order[0].tolist() == [2, 0, 3, 1, -1, -1]
     assert rows.counts is not None
-    assert rows.counts.tolist() == [2**40 + 5, 2**40 + 6, 2**40]
+    assert rows.counts.tolist() == [2**40 + 3, 2**40 + 4, 2**40]
 
 
-def test_without_a_rule_all_rows_wait_and_nothing_is_allocated(impl: str) -> None:
+def test_nothing_is_away_where_all_rows_wait(impl: str) -> None:
     found, _ = run(i32([[4, 5, 9, -1]]), i32([3]), rows_of(1), impl)
     assert found.away is None
 
@@ -164,12 +159,11 @@ def test_malformed_selections_are_counted(
     """Among good rows, in wide tables too, and not in rows of padding."""
     if away and impl not in ("reference", "cpu"):
         pytest.skip("on a GPU all rows wait")
-    options = {"wait_below": i32([0] * 4), "admit": 0} if away else {}
     for width in (4, 300):
         chosen = [[4, 5, -1, -1], pages, [1, 9, 7, -1], pages]
         selection = i32([[*row, *[-1] * (width - 4)] for row in chosen])
         rows = rows_of(4, real=3)
-        found, _ = run(selection, i32([2, length, 3, length]), rows, impl, **options)
+        found, _ = run(selection, i32([2, length, 3, length]), rows, impl, waits=not away)
         assert rows.counts is not None
         moved = [int(x[:3].sum()) for x in (found.num_hits, found.num_misses)]
         assert (rows.counts - 2**40).tolist() == [*moved, wrong]
@@ -237,10 +231,10 @@ def test_a_row_that_cannot_be_served_is_an_error(
 def test_the_error_says_what_was_given(
     change: dict[str, Tensor], pages: list[int], message: str
 ) -> None:
-    lengths, below = i32([sum(page >= 0 for page in pages)]), i32([9])
+    lengths = i32([sum(page >= 0 for page in pages)])
     for impl in ("cpu",) if change else ("cpu", "reference"):
         with pytest.raises(KernelError, match=message):
-            run(i32([pages]), lengths, rows_of(1, **change), impl, wait_below=below)
+            run(i32([pages]), lengths, rows_of(1, **change), impl, waits=False)
 
 
 @pytest.mark.parametrize(("change", "pages"), REFUSED)

@@ -48,7 +48,7 @@ from hisparse.kernels import (
     store_index_keys,
 )
 from hisparse.kernels.operation import OPERATIONS
-from hisparse.types import IndexerInputs, PagedKV, StoredKV
+from hisparse.types import IndexerInputs, PagedKV, Selection, StoredKV
 from tests.kernels.world import i32
 
 FP8 = torch.float8_e4m3fn
@@ -95,7 +95,7 @@ CALLS = {
         Call(decode_latents, {"pages": u8(3, 2, 112), "table": i32([0]), "row": LATENT,
                               "out": f32(1, 2, 80)}),
         Call(dequantize, {"stored": EIGHT, "out": pool(2, 1, 4, 8)}),
-        Call(diff_tables, {"selection": i32([[4]]), "lengths": i32([1]), "rows": ROWS,
+        Call(diff_tables, {"selection": Selection(i32([[4]]), i32([1])), "rows": ROWS,
                            "state": state(1, 6), "page_size": 16}),
         Call(drop_pages, {"rows": SLOT, "stale": torch.zeros(4, dtype=torch.bool),
                           "states": state(1, 1, 4)}),
@@ -156,12 +156,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("diff_tables", {"rows": ROWS._replace(num_pages=i32([1, 2]))}, r"num_pages: got shape \[2\]"),
     ("diff_tables", {"rows": ROWS._replace(dense=i32([1]))}, "dense: got dtype torch.int32"),
     ("diff_tables", {"rows": ROWS._replace(tail_lens=i32([5]).to("meta"))}, "tail_lens: got dev"),
-    ("diff_tables", {"wait_below": i32([1, 2])}, r"wait_below: got shape \[2\], expected \[1\]"),
-    ("diff_tables", {"wait_below": i32([1]), "admit": -1}, "admit: got -1, expected 0 or more"),
-    ("diff_tables", {"lengths": None}, "selection: got it without lengths"),
-    ("diff_tables", {"selection": None, "lengths": None}, "width: got none without a selection"),
-    ("diff_tables", {"selection": i32([[4, 5]]), "width": 1}, "width: got 1, expected at least 2"),
-    ("diff_tables", {"selection": None, "lengths": None, "width": -1}, "width: got -1, expected"),
+    ("diff_tables", {"selection": Selection(i32([[4]]), i32([1, 1]))}, "lengths: got shape"),
+    ("diff_tables", {"selection": None}, "width: got none without a selection"),
+    ("diff_tables", {"width": 0}, "width: got 0, expected at least 1"),
+    ("diff_tables", {"selection": None, "width": -1}, "width: got -1, expected"),
     ("drop_pages", {"stale": f32(4)}, "stale: got dtype"),
     ("drop_pages", {"stale": torch.zeros(2, 2, dtype=torch.bool)}, "stale: got shape"),
     ("drop_pages", {"states": state(1, 1, 4)._replace(slot_pages=f32(1, 1, 4))}, "slot_pages: got"),

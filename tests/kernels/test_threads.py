@@ -19,7 +19,7 @@ from hisparse.kernels import (
     serial_operators,
 )
 from hisparse.kernels.operation import ResultMemory
-from hisparse.types import PagedKV
+from hisparse.types import PagedKV, Selection
 
 ROWS, WIDTH, SLOTS, PAGES = 8, 1500, 4000, 6000
 
@@ -53,7 +53,9 @@ def trace(seed: int, impl: str, steps: int = 6) -> list[Tensor]:
     for selection in selections(seed, steps):
         lengths = (selection >= 0).int().cumprod(1).sum(1).int()
         lengths[-1] = 0  # Padding.
-        outputs += diff_tables(selection, lengths, step, state, page_size=1, impl=impl)[:6]
+        outputs += diff_tables(Selection(selection, lengths), step, state, page_size=1, impl=impl)[
+            :6
+        ]
     return [*outputs, *state[:3]]
 
 

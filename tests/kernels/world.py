@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hisparse.kernels import DecodeRows, RowState, diff_tables, promote_tail, rebalance, reset_rows
+from hisparse.types import Selection
 from tests.kernels.lru_oracle import LruOracle
 
 __all__ = [
@@ -63,8 +64,7 @@ def diff_slots(
     state: RowState,
     *,
     rows: torch.Tensor | None = None,
-    wait_below: torch.Tensor | None = None,
-    admit: int | None = None,
+    waits: bool = True,
     impl: str,
 ) -> Diff:
     """``diff_tables`` of selections with -1 and duplicates anywhere, by the slots of its pages.
@@ -78,9 +78,8 @@ def diff_slots(
     lengths = (selection >= 0).int().cumprod(1).sum(1).int()
     tails = i32([TAIL] * count)
     step = DecodeRows(rows, capacity, num_real_rows, table, limits, tails, i32([1] * count))
-    found = diff_tables(
-        selection, lengths, step, state, page_size=16, wait_below=wait_below, admit=admit, impl=impl
-    )
+    chosen = Selection(selection, lengths)
+    found = diff_tables(chosen, step, state, page_size=16, waits=waits, impl=impl)
     served = (torch.arange(count) < num_real_rows) & (found.num_misses >= 0)
     # Of a row with a gap before its length, only C++ says where the tail page is.
     at_length = found.attended.gather(1, (found.seq_lens[:, None] // 16).long())[:, 0]
@@ -215,10 +214,7 @@ class World:
             pool = [*rng.sample(range(num_pages), min(room, num_pages)), -1]
             selection.append([rng.choice(pool) for _ in range(width)])
         state_rows = rows + [rng.choice([*rows, 0]) for _ in range(padded)]
-        wait_below, admit = None, None
-        if self.may_be_away and rng.random() < 0.6:
-            wait_below = [rng.choice([0, 1, 2, self.slots, 99]) for _ in table]
-            admit = rng.choice([None, 0, 1, self.slots])
+        waits = not self.may_be_away or rng.random() < 0.6
         diff = diff_slots(
             i32(selection),
             i32(table),
@@ -226,14 +222,12 @@ class World:
             i32([len(rows)]),
             self.layer(layer),
             rows=torch.tensor(state_rows),
-            wait_below=None if wait_below is None else i32(wait_below),
-            admit=admit,
+            waits=waits,
             impl=self.impl,
         )
         pad = [-1] * width
         for r, row in enumerate(rows):
-            below = wait_below and wait_below[r // shared]
-            want = self.oracles[layer][row].step(selection[r], table[r // shared], below, admit)
+            want = self.oracles[layer][row].step(selection[r], table[r // shared], waits=waits)
             got = {name: tensor[r].tolist() for name, tensor in diff._asdict().items()}
             assert got == {
                 "slots": [*want["current"], *pad][:width],

@@ -13,6 +13,7 @@ from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg, Result
 from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.operation import Operation
+from hisparse.types import Selection
 
 __all__ = [
     "DecodeRows",
@@ -89,8 +90,8 @@ class DiffTables(NamedTuple):
         load_host_pages: ``[R, K] int32``, host pages of the misses, in order of first occurrence.
         num_hits: ``[R] int32``, unique pages that were resident.
         num_misses: ``[R] int32``, unique pages that were not; -1 in rows that cannot be served.
-        away: ``[R] int32``, pages that the row does not wait for, the first of ``load_host_pages``:
-            all its misses, which ``attended`` leaves out, or 0. None if all rows wait.
+        away: ``[R] int32``, misses that the row does not wait for: all, which ``attended`` leaves
+            out, or 0 in dense requests. None if all rows wait.
     """
 
     attended: Tensor
@@ -100,21 +101,6 @@ class DiffTables(NamedTuple):
     num_hits: Tensor
     num_misses: Tensor
     away: Tensor | None = None
-
-
-class WaitRule(NamedTuple):
-    """Which rows of :func:`diff_tables` wait for their misses; two times None: all do.
-
-    Attributes:
-        wait_below: ``[T] int32``, a row waits if it has fewer misses than this; dense ones always.
-        away: ``[R] int32``, receives :attr:`DiffTables.away`.
-    """
-
-    wait_below: Tensor | None = None
-    away: Tensor | None = None
-
-
-_ALL_WAIT = WaitRule()
 
 
 def tables(rows: str, *, pages_move: bool) -> tuple[Arg, ...]:
@@ -135,13 +121,9 @@ def tables(rows: str, *, pages_move: bool) -> tuple[Arg, ...]:
 
 def _selection_fits(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     selection, width = tensors["selection"], sizes["width"]
-    waits = tensors["wait_below"]
-    if waits is not None and waits.device.type != "cpu":
-        raise KernelError(
-            f"wait_below: got it on {waits.device}, expected none: on a GPU all rows wait"
-        )
-    if (selection is None) != (tensors["lengths"] is None):
-        raise KernelError("selection: got it without lengths or lengths without it, expected both")
+    device = tensors["rows"].device
+    if not sizes["waits"] and device.type != "cpu":
+        raise KernelError(f"waits: got False on {device}, expected True: on a GPU all rows wait")
     if selection is None and width is None:
         raise KernelError("width: got none without a selection, expected the most pages of a row")
     if width is not None and width < (least := 0 if selection is None else selection.shape[1]):
@@ -160,13 +142,12 @@ def _scratch(state: RowState, rows: Tensor, width: int) -> Tensor:
 
 
 def with_dense_requests(
-    selection: Tensor | None, lengths: Tensor | None, rows: DecodeRows, width: int
+    selection: Selection | None, rows: DecodeRows, width: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write every page into the selections of dense requests.
 
     Args:
-        selection: ``[R, K] int32``, page indices; None: all requests are dense.
-        lengths: ``[R] int32``, pages; None with ``selection``.
+        selection: pages ``[R, K]`` and lengths ``[R]``; None: all requests are dense.
         rows: the requests' rows.
         width: pages of the result, at least K.
 
@@ -174,38 +155,37 @@ def with_dense_requests(
         the selection ``[R, width] int32``, its lengths ``[R] int32``, and ``[R] bool``, rows of
         dense requests; None: there are none.
     """
-    if selection is not None and selection.shape[1] < width:
-        selection = pad(selection, (0, width - selection.shape[1]), value=-1)
-    if selection is not None and lengths is not None and rows.dense is None:
-        return selection, lengths, None
+    if selection is not None and selection.pages.shape[1] < width:
+        pages = pad(selection.pages, (0, width - selection.pages.shape[1]), value=-1)
+        selection = selection._replace(pages=pages)
+    if selection is not None and rows.dense is None:
+        return *selection, None
     heads = rows.rows.shape[0] // max(rows.num_pages.shape[0], 1)
     num_pages = rows.num_pages.repeat_interleave(heads)
     page = torch.arange(width, dtype=torch.int32, device=num_pages.device)
     every_page = torch.where(page < num_pages[:, None], page, -1)
-    if selection is None or lengths is None or rows.dense is None:
+    if selection is None or rows.dense is None:
         return every_page, num_pages, torch.ones_like(num_pages, dtype=torch.bool)
     dense = rows.dense.repeat_interleave(heads)
-    selection = torch.where(dense[:, None], every_page, selection)
-    return selection, torch.where(dense, num_pages, lengths), dense
+    pages = torch.where(dense[:, None], every_page, selection.pages)
+    return pages, torch.where(dense, num_pages, selection.lengths), dense
 
 
 def _tables_on_cpu(
     call: Callable[..., Any],
-    selection: Tensor | None,
-    lengths: Tensor | None,
+    selection: Selection | None,
     rows: DecodeRows,
     state: RowState,
-    waits: WaitRule,
     page_size: int,
     width: int,
     tail_below: int,
-    admit: int,
+    waits: bool,
 ) -> Any:
     """A row that lacks a page keeps its length: attention refuses the -1."""
     # C++ takes `dense` by row.
-    selection, lengths, dense = with_dense_requests(selection, lengths, rows, width)
-    tensors = (selection, lengths, *rows[:7], dense, rows.counts, *state, *waits)
-    return call(*tensors, page_size, tail_below, admit, width)
+    pages, lengths, dense = with_dense_requests(selection, rows, width)
+    tensors = (pages, lengths, *rows[:7], dense, rows.counts, *state)
+    return call(*tensors, page_size, tail_below, waits, width)
 
 
 DIFF_TABLES = Operation(
@@ -223,8 +203,6 @@ DIFF_TABLES = Operation(
     Arg("dense", "T", torch.bool, optional=True),
     Arg("counts", "3", _I64, optional=True, written=True, layout="any"),
     *tables("NR", pages_move=False),
-    Arg("wait_below", "T", _I32, optional=True),
-    Arg("away", "R", _I32, optional=True, written=True),
     results=(  # Of `DiffTables`, in order.
         Result(_I32, "R K+1"),
         Result(_I32, "R"),
@@ -234,14 +212,12 @@ DIFF_TABLES = Operation(
         Result(_I32, "R"),
     ),
     on="rows",
-    values=("width",),
+    values=("width", "waits"),
     cpu=_tables_on_cpu,
-    cuda=lambda call, selection, lengths, rows, state, waits, page_size, width, tail_below, _: call(
-        selection,
-        lengths,
+    cuda=lambda call, selection, rows, state, page_size, width, tail_below, _: call(
+        *(selection or (None, None)),
         *rows,
         *state,
-        *waits,
         _scratch(state, rows.rows, width),
         page_size,
         tail_below,
@@ -253,16 +229,14 @@ DIFF_TABLES = Operation(
 
 
 def diff_tables(
-    selection: Tensor | None,
-    lengths: Tensor | None,
+    selection: Selection | None,
     rows: DecodeRows,
     state: RowState,
     *,
     page_size: int,
     width: int | None = None,
     tail_below: int | None = None,
-    wait_below: Tensor | None = None,
-    admit: int | None = None,
+    waits: bool = True,
     impl: str = "auto",
 ) -> DiffTables:
     """Find the resident ones of the selected pages, and choose the slots to load the others to.
@@ -277,34 +251,36 @@ def diff_tables(
     tail page on a GPU too, and is an error of attention on a CPU.
 
     A row that does not wait attends what is resident; its misses are *away*, to be attended in host
-    memory. The first ``admit`` of them are loaded all the same, for later steps.
+    memory, and get no slot.
 
     Args:
-        selection: ``[R, n] int32``, selected pages, -1 padded; None: every page of every request.
-        lengths: ``[R] int32``, pages of each selection; None with ``selection``.
+        selection: pages ``[R, n]``, -1 padded, and lengths ``[R]``; None: every page of every
+            request.
         rows: the rows, and what is known of their requests.
         state: tables of the layer.
         page_size: S, tokens.
         width: K, entries of the results, at least n; None: n. Dense requests have at most K pages.
         tail_below: the tail page is attended only beside fewer pages than this, and in dense
             requests; None: always.
-        wait_below: ``[T] int32``, a row waits for its misses if they are fewer than this, or if its
-            request is dense; None: always. On a CPU only.
-        admit: the most misses that a row without waiting gives a slot and loads; None: all.
+        waits: whether rows wait for their misses. Those of dense requests always do, and on a GPU
+            all must.
     """
-    waits = _ALL_WAIT
-    if wait_below is not None:
-        waits = WaitRule(wait_below, torch.empty_like(rows.capacity))
-    run = DIFF_TABLES(impl, selection, lengths, *rows, *state, *waits, values=(width,))
+    chosen = (None, None) if selection is None else selection
+    run = DIFF_TABLES(impl, *chosen, *rows, *state, values=(width, waits))
     if width is None:
         assert selection is not None, "checked"
-        width = selection.shape[1]
+        width = selection.pages.shape[1]
     tail_below = width + 1 if tail_below is None else tail_below
-    admit = width if admit is None else admit
-    if admit < 0:
-        raise KernelError(f"admit: got {admit}, expected 0 or more")
-    found = run(selection, lengths, rows, state, waits, page_size, width, tail_below, admit)
-    return DiffTables(*found[:6])._replace(away=waits.away)
+    found = DiffTables(*run(selection, rows, state, page_size, width, tail_below, waits))
+    return found if waits else found._replace(away=_all_away(found.num_misses, rows.dense))
+
+
+def _all_away(num_misses: Tensor, dense: Tensor | None) -> Tensor:
+    """``num_misses [R]`` but for 0 in the rows of the requests ``dense [T] bool``."""
+    if dense is None:
+        return num_misses
+    heads = len(num_misses) // max(len(dense), 1)
+    return num_misses.masked_fill(dense.repeat_interleave(heads), 0)
 
 
 def verify_diff(num_misses: Tensor, capacity: Tensor) -> None:

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hisparse.errors import KernelError
-from hisparse.kernels.lru.op import DecodeRows, DiffTables, RowState, WaitRule, with_dense_requests
+from hisparse.kernels.lru.op import DecodeRows, DiffTables, RowState, with_dense_requests
+from hisparse.types import Selection
 
 
 class _LruDiff(NamedTuple):
@@ -32,12 +33,12 @@ class _Intersection(NamedTuple):
 
 
 def _in_rounds(
-    pages: Tensor, rows: DecodeRows, state: RowState, wait_below: Tensor | None, admit: int
+    pages: Tensor, rows: DecodeRows, state: RowState, waiting: Tensor | None
 ) -> _LruDiff:
     """:func:`_lru_diff` for ``pages [R, K] int32``; the same state rows follow in order."""
     rounds = _rounds(rows.rows, len(rows.num_pages))
     if len(rounds) <= 1:
-        return _lru_diff(pages, rows, state, wait_below, admit)
+        return _lru_diff(pages, rows, state, waiting)
     shapes = (*[pages] * 3, *[rows.capacity] * 2, pages)
     out = _LruDiff(*map(torch.empty_like, shapes))
     heads = len(rows.rows) // len(rows.num_pages)
@@ -50,8 +51,7 @@ def _in_rounds(
             host_page_table=rows.host_page_table[requests],
             num_pages=rows.num_pages[requests],
         )
-        below = None if wait_below is None else wait_below[index]
-        found = _lru_diff(pages[index], some, state, below, admit)
+        found = _lru_diff(pages[index], some, state, None if waiting is None else waiting[index])
         for given, x in zip(out, found, strict=True):
             given[index] = x
     return out
@@ -73,11 +73,11 @@ def _rounds(rows: Tensor, requests: int) -> list[Tensor]:
 
 
 def _lru_diff(
-    selection: Tensor, rows: DecodeRows, state: RowState, wait_below: Tensor | None, admit: int
+    selection: Tensor, rows: DecodeRows, state: RowState, waiting: Tensor | None
 ) -> _LruDiff:
     """Hits, misses and loads of different state rows, whose tables are updated.
 
-    ``wait_below [R] int32``: a row waits for fewer misses than this, else loads ``admit`` at most.
+    ``waiting [R] bool``, rows that load their misses; None: all do.
 
     Every phase scatters and gathers in tables with one more column than needed. What does not
     apply goes to the extra column, so that no shape depends on the data.
@@ -92,7 +92,7 @@ def _lru_diff(
     slot_pages, order = (x.index_select(0, rows.rows) for x in state[:2])
     found = _intersect(pages, slot_pages, table.shape[1])
     num_loads = num_misses = found.first_miss.sum(1)
-    if wait_below is not None:
+    if waiting is not None:
         selected = num_misses + found.first_hit.sum(1)
         if bool((beyond := selected > rows.capacity).any()):
             at = int(beyond.int().argmax())
@@ -100,12 +100,12 @@ def _lru_diff(
                 f"selection: got {selected[at]} pages in state row {rows.rows[at]}, expected at "
                 f"most its capacity, {rows.capacity[at]}"
             )
-        num_loads = torch.where(num_misses < wait_below, num_misses, num_misses.clamp(max=admit))
+        num_loads = torch.where(waiting, num_misses, 0)
     victims, order = _evict(order.long(), rows.capacity, found, num_loads[:, None])
     diff, load_pages = _map_loads(pages, table, found, victims)
-    if wait_below is not None:
+    if waiting is not None:
         missed = found.wanted & (found.slots < 0)
-        diff = diff._replace(is_away=missed & (num_misses >= wait_below)[:, None])
+        diff = diff._replace(is_away=missed & ~waiting[:, None])
         load_pages = load_pages.where(diff.load_slots >= 0, -1)
     diff = diff._replace(num_misses=diff.num_misses.masked_fill(real & ~served, -1))
 
@@ -219,24 +219,20 @@ def _map_loads(
 
 
 def diff_tables(
-    selection: Tensor | None,
-    lengths: Tensor | None,
+    selection: Selection | None,
     rows: DecodeRows,
     state: RowState,
-    waits: WaitRule,
     page_size: int,
     width: int,
     tail_below: int,
-    admit: int,
+    waits: bool,
 ) -> DiffTables:
     """See :func:`hisparse.kernels.diff_tables`."""
-    pages, lengths, dense = with_dense_requests(selection, lengths, rows, width)
-    wait_below = waits.wait_below
-    if wait_below is not None:
-        wait_below = wait_below.repeat_interleave(len(lengths) // max(len(wait_below), 1))
-        if dense is not None:
-            wait_below = wait_below.masked_fill(dense, width + 1)
-    diff = _in_rounds(pages, rows, state, wait_below, admit)
+    pages, lengths, dense = with_dense_requests(selection, rows, width)
+    waiting = None
+    if not waits:
+        waiting = torch.zeros_like(lengths, dtype=torch.bool) if dense is None else dense
+    diff = _in_rounds(pages, rows, state, waiting)
     if rows.counts is not None:
         malformed = _malformed(diff, lengths, rows.num_real_rows)
         counts = (diff.num_hits, diff.num_misses.clamp(min=0), malformed)
@@ -248,9 +244,8 @@ def diff_tables(
     has_tail = lengths < tail_below
     if dense is not None:
         has_tail |= dense
-    if waits.away is not None:
+    if not waits:
         attended, lengths = _drop_away(attended, lengths, is_away)
-        waits.away.copy_(diff.num_misses.where(is_away.any(1), 0))
     attended = pad(attended.masked_fill(absent[:, None], -1), (0, 1), value=-1)
     attended.scatter_(1, lengths[:, None].long(), rows.tail_pages[:, None])
     tail_lens = torch.where(has_tail, rows.tail_lens, 0)

@@ -21,7 +21,7 @@ from hisparse.kernels import (
     select,
 )
 from hisparse.testing.recording import record
-from hisparse.types import PagedKV
+from hisparse.types import PagedKV, Selection
 from tests.kernels.world import empty_state
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
@@ -57,8 +57,8 @@ class Step:
         chosen = select(scores, self.num_pages, rule, forced=self.forced)
         own = (self.rows, self.capacity, self.real, self.table, self.num_pages)
         rows = DecodeRows(*own, self.tails, self.tails)
-        lengths = chosen.lengths[0]
-        tables = diff_tables(chosen.pages[0], lengths, rows, self.state, page_size=SIZE)
+        selection = Selection(chosen.pages[0], chosen.lengths[0])
+        tables = diff_tables(selection, rows, self.state, page_size=SIZE)
         loads = (tables.load_host_pages, self.device, tables.loads)
         gather_pages(self.host, *loads, heads=ROWS)
         return paged_attention(

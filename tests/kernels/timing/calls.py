@@ -28,7 +28,7 @@ from hisparse.kernels import (
     select,
     sketch_score,
 )
-from hisparse.types import AttentionRule, KVSpec, PagedKV, StoredKV
+from hisparse.types import AttentionRule, KVSpec, PagedKV, Selection, StoredKV
 from tests.kernels.timing.recorded import RECORDED
 
 __all__ = ["BUDGET", "CONTEXT", "MISSES", "SPECS", "Step"]
@@ -143,16 +143,16 @@ class Step:
         select(scores, self.num_pages, rule, forced=forced, rest=rest, impl=RECORDED)
 
     def diff_tables(self) -> None:
-        rows, state, chosen, lengths = self.missing()
-        diff_tables(chosen, lengths, rows, state, page_size=16, impl=RECORDED)
+        diff_tables(*self.missing(), page_size=16, impl=RECORDED)
 
-    def missing(self) -> tuple[DecodeRows, RowState, Tensor, Tensor]:
-        """Rows, their tables, and selections of which a part is missing."""
+    def missing(self) -> tuple[Selection, DecodeRows, RowState]:
+        """Selections of which a part is missing, their rows, and the tables of these."""
         rows, state = self._rows()
         missing = round(MISSES * self.selected)
         chosen = state.slot_pages[:, 7 : 7 + self.selected].sort(1).values.clone()
         chosen[:, -missing:] = self.pages - missing + torch.arange(missing, dtype=_I32)
-        return rows, state, chosen, torch.full((self.rows,), self.selected, dtype=_I32)
+        lengths = torch.full((self.rows,), self.selected, dtype=_I32)
+        return Selection(chosen, lengths), rows, state
 
     def gather(self) -> None:
         missing = round(MISSES * self.selected)
