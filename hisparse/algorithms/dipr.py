@@ -62,7 +62,7 @@ class DIPR(BaseSparseAlgorithm):
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy = step.policy
-        query = queries.float() * policy.scale
+        query = step.scaled(queries)
         table = step.host_page_table[:, : step.max_pages]
         scores = key_score(query, step.host_keys(layer_id), table, step.num_pages)
         rest = tail_logits(query, layer_id, step).amax(-1)

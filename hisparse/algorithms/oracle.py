@@ -63,7 +63,7 @@ class Oracle(PageScoreAlgorithm):
         if query.device.type != "cpu":
             return super().score_pages(query, layer_id, step)
         return key_score(
-            query.float() * step.policy.scale,
+            step.scaled(query),
             HostKeys(step.representations["summary"][layer_id].transpose(1, 2)),
             step.host_page_table[:, : step.max_pages],
             step.num_pages,

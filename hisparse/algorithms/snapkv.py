@@ -11,6 +11,7 @@ from torch import Tensor
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import cap_logits, select
+from hisparse.kernels.operation import new_tensors
 from hisparse.types import Selection
 
 _LISTED, _PROMPT_PAGES = "listed", "prompt_pages"
@@ -32,7 +33,7 @@ class SnapKV(BaseSparseAlgorithm):
         window: queries of the observation window.
     """
 
-    captured_launches: ClassVar[int] = 18
+    captured_launches: ClassVar[int] = 12
 
     window: int = 32
 
@@ -110,19 +111,32 @@ class SnapKV(BaseSparseAlgorithm):
         return row_votes
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        policy, slots = step.policy, step.slots
-        state = _state(step)
-        listed = state[_LISTED][layer_id, slots].long()
-        width = listed.shape[-1]
-        # Generated pages rank highest, the newest first; then listed pages by votes; others last.
-        rank = torch.arange(width, 0, -1, dtype=torch.float32, device=listed.device)
-        scores = rank.new_zeros(*listed.shape[:2], step.max_pages + 1)
-        # Entry 0 collects empty entries, and pages that a crop of the sequence removed.
-        scores.scatter_(-1, listed.masked_fill(listed > step.max_pages, 0), rank.expand_as(listed))
-        page = torch.arange(step.max_pages, device=listed.device)
-        generated = page >= state[_PROMPT_PAGES][layer_id, slots, None]
-        scores = torch.where(generated[:, None], width + 1.0 + page, scores[..., 1:])
-        return select(scores, step.num_pages, policy.select_rule, forced=step.forced_pages)
+        listed = step.representations[_LISTED][layer_id]
+        shape = (len(step.slots), *listed.shape[1:])
+        votes, newest = step.once("ranks", lambda: _ranks(shape, layer_id, step))
+        # The first column collects empty entries, the last one pages that a crop removed.
+        width = step.max_pages
+        shapes = [(shape, torch.int32), (shape, torch.int64)]
+        shapes += [((*shape[:2], columns), torch.float32) for columns in (width + 2, width)]
+        entries, index, ranks, scores = new_tensors("snapkv", shapes, listed.device)
+        torch.index_select(listed, 0, step.slots, out=entries)
+        index.copy_(entries).clamp_(max=width + 1)
+        ranks.zero_().scatter_(-1, index, votes)
+        torch.maximum(ranks[..., 1:-1], newest, out=scores)
+        return select(scores, step.num_pages, step.policy.select_rule, forced=step.forced_pages)
+
+
+def _ranks(shape: tuple[int, ...], layer_id: int, step: DecodeStep) -> tuple[Tensor, Tensor]:
+    """Scores of listed pages ``shape = [B, H, K]``, by votes, and of generated ones ``[B, 1, P]``.
+
+    Generated pages rank highest, the newest first; others have 0. All layers have the same prompts.
+    """
+    slots, width = step.slots, shape[-1]
+    votes = torch.arange(width, 0, -1, dtype=torch.float32, device=slots.device)
+    page = torch.arange(step.max_pages, device=slots.device)
+    generated = page >= step.representations[_PROMPT_PAGES][layer_id, slots, None]
+    newest = torch.where(generated, width + 1.0 + page, 0.0)
+    return votes.expand(shape), newest[:, None]
 
 
 def _state(step: PrefillStep | DecodeStep) -> dict[str, Tensor]:

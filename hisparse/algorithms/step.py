@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import DecodeRows, HostKeys, SelectRule, TailPages, paged_attention, upload
+from hisparse.kernels.operation import new_tensors
 from hisparse.kernels.sketch.op import tail_lse
 from hisparse.types import AttentionRule, IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
@@ -269,6 +270,11 @@ class DecodeStep:
         launch. ``name`` is unique in the algorithm.
         """
         return self.cache.once(("plug-in", name), find)
+
+    def scaled(self, queries: Tensor) -> Tensor:
+        """``queries [B, Hq, D]``, any float dtype, in float32 and times the softmax scale."""
+        (query,) = new_tensors("scaled queries", [(queries.shape, torch.float32)], queries.device)
+        return query.copy_(queries).mul_(self.policy.scale)
 
     @property
     def seq_lens(self) -> Tensor:

@@ -178,7 +178,7 @@ class DecodeLayer:
         queries = q if self._gather_queries is None else self._gather_queries(q)
         selection = retrieve(self._algorithm, layer_id, queries, step, invalid)
         if self._policy.variable_lengths:
-            self._count_capped(selection, step)
+            self._count_capped(layer_id, selection, step)
         for extension in self._refining:
             refined = call(extension.refine_selection, layer_id, layer_id, q, selection, step)
             selection = require_selection(refined, extension, "refine_selection", layer_id, step)
@@ -191,13 +191,21 @@ class DecodeLayer:
         # These hooks see what dense requests attend.
         return _all_where(step.dense, selection, step.every_page(self._dense_width))
 
-    def _count_capped(self, selection: Selection, step: DecodeStep) -> None:
+    def _count_capped(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
         """Count selections of varying length that ``max_pages`` cut short."""
         limit = self._policy.max_pages
-        capped = (selection.lengths == limit) & (step.num_pages[:, None] > limit)
-        if step.dense is not None:
-            capped = capped & ~step.dense[:, None]
-        self._manager.counters.count("capped_selections", capped)
+
+        def begin() -> tuple[Tensor, Tensor]:
+            longer = step.num_pages[:, None] > limit
+            if step.dense is not None:
+                longer &= ~step.dense[:, None]
+            shape = (self._policy.kv.num_layers, *selection.lengths.shape)
+            capped = longer.new_zeros(shape)  # One sum after the step.
+            self._manager.counters.count("capped_selections", capped)
+            return longer, capped
+
+        longer, capped = step.cache.once("capped", begin)
+        torch.eq(selection.lengths, limit, out=capped[layer_id]).logical_and_(longer)
 
     def _finish(self, layer_id: int, step: DecodeStep, filled: Tensor, host_pages: Tensor) -> None:
         """Move full tail pages into the LRU, and store their representations.

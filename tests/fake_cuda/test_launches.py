@@ -27,7 +27,7 @@ _SHORT = {"oracle": 4096, "snapkv": 4096, "topp": 4096}
 
 #: The most kernels that a selecting layer launches in an eager step that fills no tail page.
 EAGER_LAUNCHES = {
-    "streaming": 5, "quest": 6, "sketch": 6, "dsa": 8, "oracle": 10, "snapkv": 17, "topp": 161,
+    "streaming": 5, "quest": 6, "sketch": 6, "dsa": 8, "oracle": 10, "snapkv": 11, "topp": 206,
 }  # fmt: skip
 
 

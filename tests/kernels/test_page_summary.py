@@ -144,6 +144,35 @@ def test_scaled_fp8_summaries_are_the_references(impl: str, dim: int, dtype: str
     assert (low <= own.amin(2)).all()
 
 
+def numbers(kind: str, shape: tuple[int, ...]) -> Tensor:
+    if kind == "bits":
+        bits = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+        return bits.view(torch.float32).nan_to_num()
+    if kind == "steps":
+        return torch.randint(-448 * 512, 448 * 512, shape) / 512
+    sizes = torch.randn(shape) * torch.exp2(torch.randint(-12, 1, shape).float())
+    if kind == "nan":
+        sizes.masked_fill_(torch.rand(shape) < 0.02, torch.nan)
+        sizes.masked_fill_(torch.rand(shape) < 0.02, torch.inf)
+    return sizes
+
+
+@pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["bits", "steps", "sizes", "nan"])
+def test_any_numbers_have_the_references_ranges(kind: str, to: torch.dtype) -> None:
+    """On a CPU. Signs of zeros and of NaN may differ."""
+    torch.manual_seed(0)
+    for dtype in DTYPES.values():
+        keys = numbers(kind, (6, 12, 2, 41)).to(dtype)
+        found = []
+        for impl in ("cpu", "reference"):
+            summaries = torch.zeros(6, 3, 2, 82, dtype=to)
+            scales = torch.zeros(6, 3, 2) if to == torch.float8_e4m3fn else None
+            page_summary(keys, summaries, torch.arange(6), scales=scales, impl=impl)
+            found.append((summaries.float(), scales))
+        torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
 def test_keys_of_padding_change_no_page_of_a_request(impl: str) -> None:
     keys = torch.ones(2, 4, 1, 8)
     keys[1] = torch.nan

@@ -1,6 +1,6 @@
 """Channel-wise ranges of the keys of pages, and scores by them (Quest)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,20 +23,6 @@ def _ranges_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     check_scales("scales", tensors["summaries"], tensors["scales"])
 
 
-def _summarize_on_cpu(call: Callable[..., Any], *tensors: Any) -> None:
-    """C++ takes each range as a page; PyTorch makes summaries in eight bits."""
-    keys, summaries, host_pages, scales = tensors
-    if scales is not None:
-        PAGE_SUMMARY.function("reference")(*tensors)
-        return
-    ranges = summaries.shape[1]
-    if ranges > 1:
-        keys = keys.unflatten(1, (ranges, -1)).flatten(0, 1)
-        index = torch.arange(ranges, dtype=host_pages.dtype)
-        host_pages = torch.add(index, host_pages[:, None], alpha=ranges).flatten()
-    call(keys, summaries.flatten(0, 1), host_pages, None)
-
-
 PAGE_SUMMARY = Operation(
     __name__,
     "page_summary",
@@ -44,7 +30,7 @@ PAGE_SUMMARY = Operation(
     Arg("summaries", "pages ranges Hkv 2*D", *_DTYPES, written=True, layout="all"),
     Arg("host_pages", "N", torch.int32, torch.int64),
     Arg("scales", "pages ranges Hkv", torch.float32, optional=True, written=True, layout="all"),
-    cpu=_summarize_on_cpu,
+    cpu=True,
     also=_ranges_fit,
 )
 PAGE_SCORE = Operation(
