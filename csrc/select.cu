@@ -34,13 +34,14 @@ int32_t log_blocks_for(const OnDevice& on, int64_t selections, int32_t width) {
   return log;
 }
 
-template <typename Score>
+template <typename Score, bool kNear>
 void launch(const OnDevice& on, int64_t requests, SelectParams p) {
   for (p.log_blocks = log_blocks_for(on, requests * p.out_heads, p.width); p.log_blocks >= 0;
        --p.log_blocks) {
     const int32_t pages = pages_of_block(p.width, p.log_blocks);
     const bool in_shared = fits_shared(on, pages);
-    const auto kernel = in_shared ? select_kernel<Score, true> : select_kernel<Score, false>;
+    const auto kernel =
+        in_shared ? select_kernel<Score, true, kNear> : select_kernel<Score, false, kNear>;
     const dim3 grid(static_cast<unsigned>(requests << p.log_blocks),
                     static_cast<unsigned>(p.out_heads));
     if (on.launch("select", kernel, grid, threads_for(p.width, p.log_blocks),
@@ -50,13 +51,19 @@ void launch(const OnDevice& on, int64_t requests, SelectParams p) {
   }
 }
 
+template <typename Score>
+void launch(const OnDevice& on, int64_t requests, const SelectParams& p) {
+  p.within >= 0 ? launch<Score, true>(on, requests, p) : launch<Score, false>(on, requests, p);
+}
+
 }  // namespace
 
 // Words of scratch that a selection needs: 0 if the shared memory of one block is enough, or if a
 // head's scores are its pages' ranks.
 int64_t select_scratch_words(Arguments& in) {
   const TensorView scores = in.tensor();
-  if (scores.size(1) <= in.number<int64_t>()) return 0;
+  const bool near = in.number<double>() >= 0;
+  if (!near && scores.size(1) <= in.number<int64_t>()) return 0;
   return fits_shared(OnDevice(scores), pages_of_block(size32(scores, 2), 0)) ? 0 : scores.size(2);
 }
 
@@ -77,6 +84,7 @@ void select(Arguments& in) {
   }
   p.invalid_scores = in.data_or_null<unsigned long long>("invalid_scores");
   const TensorView pages = in.tensor(), lengths = in.tensor(), scratch = in.tensor();
+  p.within = static_cast<float>(in.number<double>());
   p.drop_last = in.number<bool>();
   const int64_t requests = lengths.size(0);
   if (lengths.numel() == 0) return;

@@ -91,8 +91,6 @@ class BaseSparseAlgorithm(ABC):
     #: Whether the number of selected pages varies with the query, up to ``device_buffer_size``;
     #: otherwise it is fixed by ``budget``. Contexts within the budget are attended densely.
     variable_lengths: ClassVar[bool] = False
-    #: Whether the algorithm reads keys in host memory.
-    reads_host_keys: ClassVar[bool] = False
     #: Whether the algorithm scores with the model's own indexer: steps then have ``indexer``.
     indexer: ClassVar[bool] = False
     #: Whether the tail page is ranked with the other pages. A selection then holds up to
@@ -124,11 +122,14 @@ class BaseSparseAlgorithm(ABC):
             found.append("keeps as many pages as a query needs, up to device_buffer_size")
         if cls.page_sizes is not None:
             found.append(f"works with page_size {' or '.join(map(str, cls.page_sizes))} only")
-        if cls.reads_host_keys:
-            found.append("scores keys in host memory, so it runs on the CPU only")
         if cls.indexer:
             found.append("works with models that have an indexer only")
         return found
+
+    @property
+    def reads_host_keys(self) -> bool:
+        """Whether the algorithm reads keys in host memory, which only a CPU can."""
+        return False
 
     @property
     def query_window(self) -> int:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.page_score import tail_logits
-from hisparse.algorithms.step import DecodeStep, SelectionPolicy
+from hisparse.algorithms.sketch import Sketch
+from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import key_score, select
 from hisparse.types import Selection
 
 #: Tokens below a hundredth of the largest softmax weight are left out.
 _DEFAULT_ALPHA = 0.01
+_SKETCHES = Sketch()
 
 
 @register_algorithm("dipr")
@@ -23,10 +25,10 @@ _DEFAULT_ALPHA = 0.01
 class DIPR(BaseSparseAlgorithm):
     """Keeps the pages of all tokens with a q.k of at least the largest q.k minus beta.
 
-    AlayaDB's dynamic inner product range query, answered exactly: every key is scored. Heads and
-    tasks that look at many tokens keep many, up to ``device_buffer_size``; others keep few. A page
-    is kept if one of its tokens is in range for any of the heads that share the selection. Pages of
-    one token give the paper's definition. The largest q.k includes the tail page's tokens.
+    AlayaDB's dynamic inner product range query. Heads and tasks that look at many tokens keep many,
+    up to ``device_buffer_size``; others keep few. A page is kept if it is in range for any of the
+    heads that share the selection. Pages of one token give the paper's definition. The best
+    includes the tail page.
 
     Attributes:
         beta: more than 0, in units of q.k before the softmax scale, as in the paper. None:
@@ -34,13 +36,18 @@ class DIPR(BaseSparseAlgorithm):
         alpha: in (0, 1); a token is left out if it weighs less in the softmax than this share of
             the heaviest token. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
             None: 0.01 unless ``beta`` is given.
+        index: what is searched. "sketch": the sketches of ``sketch``; a
+            page counts by the estimated sum of its tokens' weights. "flat": every key in host
+            memory, exactly; on a CPU only. A page counts by its heaviest token.
     """
 
     variable_lengths: ClassVar[bool] = True
-    reads_host_keys: ClassVar[bool] = True
+    store_version: ClassVar[int | None] = 1
+    captured_launches: ClassVar[int] = 13
 
     beta: float | None = None
     alpha: float | None = None
+    index: Literal["sketch", "flat"] = "sketch"
 
     def __post_init__(self) -> None:
         if self.beta is not None and self.alpha is not None:
@@ -56,15 +63,27 @@ class DIPR(BaseSparseAlgorithm):
             return self.beta * scale
         return -math.log(_DEFAULT_ALPHA if self.alpha is None else self.alpha)
 
+    @property
+    def reads_host_keys(self) -> bool:
+        return self.index == "flat"
+
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
-        """None: keys are scored where they lie in host memory."""
-        return {}
+        return {} if self.index == "flat" else _SKETCHES.representations(policy)
+
+    def store(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
+    ) -> None:
+        if self.index == "sketch":
+            _SKETCHES.store(keys, layer_id, host_pages, step)
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy = step.policy
-        query = step.scaled(queries)
-        table = step.host_page_table[:, : step.max_pages]
-        scores = key_score(query, step.host_keys(layer_id), table, step.num_pages)
-        rest = tail_logits(query, layer_id, step).amax(-1)
         rule = policy.select_rule_with(within=self.within(policy.scale))
+        if self.index == "sketch":
+            scores, rest = _SKETCHES.score(queries, layer_id, step, tail=step.tail_pages(layer_id))
+        else:
+            query = step.scaled(queries)
+            table = step.host_page_table[:, : step.max_pages]
+            scores = key_score(query, step.host_keys(layer_id), table, step.num_pages)
+            rest = tail_logits(query, layer_id, step).amax(-1)
         return select(scores, step.num_pages, rule, forced=step.forced_pages, rest=rest)

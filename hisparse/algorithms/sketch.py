@@ -12,6 +12,7 @@ from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, regist
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import (
     SketchLayout,
+    TailPages,
     outline_bytes,
     outline_score,
     page_outline,
@@ -95,37 +96,27 @@ class Sketch(BaseSparseAlgorithm):
         policy = step.policy
         if self.economy and step.max_pages > self.host_candidates * policy.max_pages:
             return self._select_candidates(query, layer_id, step)
-        scores, rest = self._score(
-            query,
-            step.representations[_SKETCH][layer_id],
-            step.host_page_table[:, : step.max_pages],
-            step.num_pages,
-            layer_id,
-            step,
-        )
+        scores, rest = self.score(query, layer_id, step, tail=_shared_tail(layer_id, step))
         rule, forced = policy.select_rule, step.forced_pages
         return select(scores, step.num_pages, rule, forced=forced, rest=rest)
 
-    def _score(
-        self,
-        query: Tensor,
-        sketches: Tensor,
-        table: Tensor,
-        num_pages: Tensor,
-        layer_id: int,
-        step: DecodeStep,
+    def score(
+        self, query: Tensor, layer_id: int, step: DecodeStep, *, tail: TailPages | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Scores of the pages in ``table``, and of the tail page if a selection needs it.
+        """Estimate the log-sum-exp of the logits of each page's tokens.
 
-        ``query [B, Hq, D]``, ``table [B, P]`` -> ``[B, Hq, P]`` and ``[B, Hq]``, both float32.
+        Args:
+            query: ``[B, Hq, D]``, model's dtype, before the softmax scale.
+            layer_id: layer number.
+            step: the step.
+            tail: the tail pages; None: their scores are not wanted.
+
+        Returns:
+            ``[B, Hq, max_pages] float32``; and of the tail pages ``[B, Hq] float32`` or None.
         """
-        policy, layout = step.policy, self._layout(step)
-        # Heads that share a selection compare their pages with the tail page, always attended.
-        shared = policy.heads < policy.kv.num_q_heads
-        tail = step.tail_pages(layer_id) if shared else None
-        return sketch_score(
-            query, sketches, table, num_pages, layout, scale=policy.scale, tail=tail
-        )
+        sketches, layout = step.representations[_SKETCH][layer_id], self._layout(step)
+        table, scale = step.host_page_table[:, : step.max_pages], step.policy.scale
+        return sketch_score(query, sketches, table, step.num_pages, layout, scale=scale, tail=tail)
 
     def _select_candidates(self, query: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         """Select among the pages that outlines choose, for each head of the selection its own."""
@@ -152,13 +143,14 @@ class Sketch(BaseSparseAlgorithm):
         entries = table.gather(1, place).view_as(candidates.pages) * groups + group[:, None]
         sketches = step.representations[_SKETCH][layer_id].unflatten(1, (groups, -1)).flatten(0, 1)
         lengths = candidates.lengths.flatten()
-        scores, rest = self._score(
+        scores, rest = sketch_score(
             query.unflatten(1, (heads, -1)).flatten(0, 1),
             sketches,
             entries.flatten(0, 1),
             lengths,
-            layer_id,
-            step,
+            self._layout(step),
+            scale=policy.scale,
+            tail=_shared_tail(layer_id, step),
         )
         best = select(
             scores,
@@ -171,3 +163,9 @@ class Sketch(BaseSparseAlgorithm):
         chosen = chosen.masked_fill(best.pages[:, 0] < 0, -1)
         shape = candidates.lengths.shape
         return Selection(chosen.view(*shape, -1), best.lengths.view(shape))
+
+
+def _shared_tail(layer_id: int, step: DecodeStep) -> TailPages | None:
+    """The tail pages, always attended, which heads that share a selection compare pages with."""
+    shared = step.policy.heads < step.policy.kv.num_q_heads
+    return step.tail_pages(layer_id) if shared else None

@@ -7,11 +7,11 @@ The rules read what algorithms, adapters and formats declare; how a step runs fo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hisparse.adapters import ADAPTERS, choose_adapter
-from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
+from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm, build_algorithm
 from hisparse.cache.formats import KVFormat, format_of
 from hisparse.config import HiSparseConfig, Resolved, find_format
 from hisparse.errors import ConfigError
@@ -54,21 +54,18 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
     def takes_page_size(cls: type[BaseSparseAlgorithm]) -> bool:
         return cls.page_sizes is None or config.page_size in cls.page_sizes
 
-    def takes_device(cls: type[BaseSparseAlgorithm]) -> bool:
-        return device_type == "cpu" or not cls.reads_host_keys
-
-    requirements: dict[str, Callable[[type[BaseSparseAlgorithm]], bool]] = {
-        f"page_size {config.page_size}": takes_page_size,
-        f"device {device_type}": takes_device,
-    }
-    for setting, supports in requirements.items():
-        if not supports(cls):
-            others = ", ".join(name for name in ALGORITHMS if supports(ALGORITHMS.get(name)))
-            sizes = f" (its page sizes: {', '.join(map(str, cls.page_sizes or ()))})"
-            raise ConfigError(
-                f"algorithm {config.algorithm!r} cannot do {setting}"
-                f"{sizes if supports is takes_page_size else ''}; algorithms that can: {others}"
-            )
+    if not takes_page_size(cls):
+        others = ", ".join(name for name in ALGORITHMS if takes_page_size(ALGORITHMS.get(name)))
+        sizes = ", ".join(map(str, cls.page_sizes or ()))
+        raise ConfigError(
+            f"algorithm {config.algorithm!r} cannot do page_size {config.page_size} (its page "
+            f"sizes: {sizes}); algorithms that can: {others}"
+        )
+    if device_type != "cpu" and build_algorithm(config).reads_host_keys:
+        raise ConfigError(
+            f"algorithm {config.algorithm!r} with {dict(config.algorithm_config)}: got device "
+            f"{device_type}, expected cpu: it reads keys in host memory"
+        )
     if config.miss == "host" and device_type != "cpu":
         raise ConfigError(
             f'miss: got "host" on device {device_type}, expected "transfer": only a CPU attends '

@@ -11,16 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hisparse.algorithms import DecodeStep
 from hisparse.algorithms.dipr import DIPR
+from hisparse.algorithms.sketch import Sketch
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder, Retrieved
+from hisparse.types import Selection
 from tests.sizes import sized
 
 LATENTS: dict[str, Any] = {"kv_heads": 1, "head_dim": 48, "latent_rank": 32}
 SCOPES = ["layer", "kv_head", "query_head"]
+
+
+def flat(**options: float) -> DIPR:
+    return DIPR(index="flat", **options)
 
 
 def behind_best(sim: Simulator, request: Request, layer: int, tokens: int) -> Tensor:
@@ -79,7 +86,7 @@ def test_what_is_kept_is_what_is_in_range(
     sharpness: float,
     seed: int,
 ) -> None:
-    recorder = Recorder(DIPR(alpha=alpha))
+    recorder = Recorder(flat(alpha=alpha))
     sim = Simulator(
         scope=scope,
         layout=layout,
@@ -112,7 +119,7 @@ def test_what_is_kept_is_what_is_in_range(
     ids=["fp8", "int8", "mla", "mla-fp8"],
 )
 def test_keys_are_scored_as_they_are_stored(stored: dict[str, Any]) -> None:
-    recorder = Recorder(DIPR(alpha=0.05))
+    recorder = Recorder(flat(alpha=0.05))
     sim = Simulator(algorithm=recorder, **stored)
     request = sim.request(1, 203, seed=3)
     sim.prefill((request, 190))
@@ -138,17 +145,17 @@ def test_beta_is_in_units_of_products_before_the_scale() -> None:
     """The paper's relation: beta = -ln(alpha) * sqrt(D)."""
     scale, alpha = 16**-0.5, 0.5
     beta = -math.log(alpha) * 16**0.5
-    assert math.isclose(DIPR(beta=beta).within(scale), DIPR(alpha=alpha).within(scale))
-    by_alpha = retrieved(DIPR(alpha=alpha), scale=scale)
-    assert retrieved(DIPR(beta=beta), scale=scale) == by_alpha
-    assert retrieved(DIPR(beta=2 * beta), scale=scale) != by_alpha
-    assert retrieved(DIPR(), scale=scale) == retrieved(DIPR(alpha=0.01), scale=scale)
+    assert math.isclose(flat(beta=beta).within(scale), flat(alpha=alpha).within(scale))
+    by_alpha = retrieved(flat(alpha=alpha), scale=scale)
+    assert retrieved(flat(beta=beta), scale=scale) == by_alpha
+    assert retrieved(flat(beta=2 * beta), scale=scale) != by_alpha
+    assert retrieved(flat(), scale=scale) == retrieved(flat(alpha=0.01), scale=scale)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_the_number_follows_the_query_up_to_the_cap(scope: str) -> None:
     numbers = [
-        {n for r in retrieved(DIPR(alpha=alpha), scope) for n in r.lengths[0]}
+        {n for r in retrieved(flat(alpha=alpha), scope) for n in r.lengths[0]}
         for alpha in (0.999, 0.4, 1e-9)
     ]
     few, some, all_there_is = numbers
@@ -161,7 +168,7 @@ def test_the_number_follows_the_query_up_to_the_cap(scope: str) -> None:
 @pytest.mark.parametrize(("alpha", "capped"), [(1e-9, 10 * 2 * 2), (0.999, 0)])
 def test_how_often_the_cap_binds_is_counted(alpha: float, capped: int) -> None:
     """10 steps, 2 layers, 2 rows."""
-    sim = Simulator(algorithm=DIPR(alpha=alpha))
+    sim = Simulator(algorithm=flat(alpha=alpha))
     request = sim.request(1, 200, seed=1)
     sim.prefill((request, 190))
     for _ in range(10):
@@ -170,7 +177,7 @@ def test_how_often_the_cap_binds_is_counted(alpha: float, capped: int) -> None:
 
 
 def test_of_equal_tokens_the_first_are_kept() -> None:
-    recorder = Recorder(DIPR(beta=0.001))
+    recorder = Recorder(flat(beta=0.001))
     sim = Simulator(algorithm=recorder, device_buffer=64, budget=32)
     request = sim.request(1, 200, seed=1)
     request.k.fill_(1.0)
@@ -182,7 +189,7 @@ def test_of_equal_tokens_the_first_are_kept() -> None:
 
 def test_the_tail_pages_best_counts() -> None:
     """If a token of the tail page has by far the largest logit, no other page is in range."""
-    recorder = Recorder(DIPR(alpha=0.001))
+    recorder = Recorder(flat(alpha=0.001))
     sim = Simulator(algorithm=recorder)
     request = sim.request(1, 200, seed=1)
     request.k[:, 190] = 50 * request.q[:, 190].unflatten(1, (2, -1)).mean(2)
@@ -192,8 +199,39 @@ def test_the_tail_pages_best_counts() -> None:
     assert [seen.pages[0][0][:3] for seen in recorder.retrieved] == [[0, 22, -1]] * 2
 
 
-def test_devices_that_do_not_read_host_keys_are_refused() -> None:
-    config = HiSparseConfig(algorithm="dipr")
+class Checked(DIPR):
+    """Compares what sketches give with the definition, by their own scores."""
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        found, policy = super().retrieve_topk(queries, layer_id, step), step.policy
+        scores, rest = Sketch().score(queries, layer_id, step, tail=step.tail_pages(layer_id))
+        assert rest is not None
+        exists = (torch.arange(step.max_pages) < step.num_pages[:, None])[:, None]
+        best = torch.maximum(scores.masked_fill(~exists, -math.inf).amax(-1), rest)
+        behind = (scores - best[..., None]).unflatten(1, (policy.heads, -1)).amax(2)
+        wanted = (behind >= -self.within(policy.scale)) & exists | step.forced_pages[:, None]
+        assert int(wanted.sum(-1).max()) <= policy.max_pages
+        chosen = torch.zeros(*wanted.shape[:2], step.max_pages + 1, dtype=torch.bool)
+        index = torch.where(found.pages < 0, step.max_pages, found.pages).long()
+        assert torch.equal(chosen.scatter(2, index, True)[..., :-1], wanted)
+        return found
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(
+    ("shape", "alpha"), [({}, 0.7), ({"page_size": 1, "host_pages": 900}, 0.3), (LATENTS, 0.3)]
+)
+def test_sketches_give_the_pages_in_range(scope: Any, shape: dict[str, Any], alpha: float) -> None:
+    scope = "layer" if shape is LATENTS else scope
+    found = retrieved(Checked(alpha=alpha), scope, device_buffer=256, max_row=256, **shape)
+    lengths = {n for seen in found for n in seen.lengths[0]}
+    assert len(lengths) > 2
+    assert max(lengths) < found[0].num_pages[0]
+
+
+def test_only_a_cpu_reads_every_key() -> None:
+    config = HiSparseConfig(algorithm="dipr", algorithm_config={"index": "flat"})
     check_capabilities(config, "cpu")
-    with pytest.raises(ConfigError, match="'dipr' cannot do device cuda"):
+    with pytest.raises(ConfigError, match="got device cuda, expected cpu"):
         check_capabilities(config, "cuda")
+    check_capabilities(HiSparseConfig(algorithm="dipr"), "cuda")

@@ -47,7 +47,7 @@ def test_every_capability_has_a_row() -> None:
         names, defaults = (re.findall(r"`(.*?)`", cell) for cell in line.split(" | ")[:2])
         written |= zip(names, defaults, strict=True)
     declared = [n for n, hint in BaseSparseAlgorithm.__annotations__.items() if "ClassVar" in hint]
-    assert list(written) == [*declared, "query_window"]
+    assert list(written) == [*declared, "reads_host_keys", "query_window"]
     for name in declared:
         assert str(getattr(BaseSparseAlgorithm, name)).replace("'", '"') == written[name], name
 

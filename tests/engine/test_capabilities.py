@@ -22,7 +22,6 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     class Limited(Quest):
         scopes: ClassVar[Any] = ("layer",)
         page_sizes: ClassVar[Any] = (1, 64)
-        reads_host_keys: ClassVar[bool] = True
 
     monkeypatch.setitem(ALGORITHMS._entries, "limited", Limited)
 
@@ -45,7 +44,11 @@ def test_what_it_can_do_is_accepted() -> None:
             "cpu",
             ["'limited' cannot do page_size 16", "its page sizes: 1, 64", "that can: ", "quest"],
         ),
-        ({}, "cuda", ["'limited' cannot do device cuda", "algorithms that can: ", "quest"]),
+        (
+            {"algorithm": "dipr", "algorithm_config": {"index": "flat"}},
+            "cuda",
+            ["'dipr' with {'index': 'flat'}: got device cuda, expected cpu"],
+        ),
         (
             {"algorithm": "quest", "kv_cache_dtype": "fp8_e4m3", "adapter": "flashinfer"},
             "cuda",

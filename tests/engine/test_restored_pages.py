@@ -67,7 +67,7 @@ def load(
 
 @pytest.mark.parametrize(
     ("algorithm", "shape"),
-    [(Quest(), {}), (Sketch(), {}), (Oracle(), {}), (SnapKV(), {}), (DIPR(beta=1.0), {})]
+    [(Quest(), {}), (Sketch(), {}), (Oracle(), {}), (SnapKV(), {}), (DIPR(), {})]
     + [(Sketch(), shape) for shape in SHAPES.values()],
     ids=["quest", "sketch", "oracle", "snapkv", "dipr", *SHAPES],
 )
@@ -160,7 +160,7 @@ def engines(shape: dict[str, Any]) -> tuple[Simulator, Simulator]:
 @pytest.mark.parametrize("prompt", [128, 129, 137])
 @pytest.mark.parametrize(
     ("algorithm", "shape"),
-    [(Quest(), {}), (Sketch(), {}), (Oracle(), {}), (DIPR(beta=1.0), {})]
+    [(Quest(), {}), (Sketch(), {}), (Oracle(), {}), (DIPR(), {})]
     + [(Sketch(), shape) for shape in SENT.values()],
     ids=["quest", "sketch", "oracle", "dipr", *SENT],
 )

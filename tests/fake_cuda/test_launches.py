@@ -19,15 +19,15 @@ from tests.fake_cuda.custom import Custom
 from tests.fake_cuda.device import fake_cuda
 from tests.fake_cuda.engine import CONTEXT, LAYER, MODELS, FakeEngine, model
 
-#: Without those that read keys in host memory, which are refused on a GPU.
-NAMES = [name for name in ALGORITHMS if not ALGORITHMS.get(name).reads_host_keys] + ["custom"]
+NAMES = [*ALGORITHMS, "custom"]
 #: Tokens, where an algorithm launches more in longer contexts.
 _SHORT = {"oracle": 4096, "snapkv": 4096, "topp": 4096}
 
 
 #: The most kernels that a selecting layer launches in an eager step that fills no tail page.
 EAGER_LAUNCHES = {
-    "streaming": 5, "quest": 6, "sketch": 6, "dsa": 8, "oracle": 10, "snapkv": 11, "topp": 206,
+    "streaming": 5, "quest": 6, "sketch": 6, "dsa": 8, "dipr": 9, "oracle": 10, "snapkv": 11,
+    "topp": 206,
 }  # fmt: skip
 
 

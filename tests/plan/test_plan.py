@@ -333,13 +333,19 @@ def test_defaults_are_the_models_own(tmp_path: Path, planned: Planned) -> None:
 
 @pytest.mark.parametrize(
     ("algorithms", "reason"),
-    [("dipr", "cannot do device cuda"), ("quest,dsa", "asks the model's indexer")],
+    [
+        (
+            ["--config", '{"algorithm": "dipr", "algorithm_config": {"index": "flat"}}'],
+            "device cuda, expected cpu",
+        ),
+        (["--algorithm", "quest,dsa"], "asks the model's indexer"),
+    ],
 )
 def test_an_algorithm_that_the_server_would_refuse(
-    algorithms: str, reason: str, model: str, command: Command
+    algorithms: list[str], reason: str, model: str, command: Command
 ) -> None:
-    """The server runs on CUDA, where dipr cannot score keys in host memory."""
-    line = ["--context", "1024,2048", "--algorithm", algorithms]
+    """The server runs on CUDA, where every key in host memory cannot be read."""
+    line = ["--context", "1024,2048", *algorithms]
     assert reason in command.refused("plan", "--model", model, *MEMORY, *line)
 
 

@@ -83,8 +83,6 @@ def test_a_shared_prefix_gives_what_each_gives_alone(server: Server) -> None:
 
 
 def test_bytes_are_those_of_the_plan(server: Server) -> None:
-    if server.case.startswith("dipr"):
-        pytest.skip("a plan is for a GPU, where dipr cannot run")
     config = CASES[server.case] | COMMON
     assert_planned(server, tiny_model("llama"), config, context=CONTEXT, max_requests=4)
 

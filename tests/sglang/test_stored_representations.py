@@ -209,7 +209,7 @@ class SeesTheQuery(Quest):
     "shape",
     [
         {"algorithm": SnapKV()},
-        {"algorithm": DIPR(beta=1.0)},
+        {"algorithm": DIPR(index="flat")},
         {"algorithm": DSA(), **LATENTS},
         {"algorithm": SeesTheQuery()},
     ],

@@ -105,6 +105,7 @@ struct SelectParams {
   int32_t out_heads, width, max_pages;
   int32_t voters, sharers;  // heads that share a selection; selections that share a head
   int32_t log_blocks;       // of the blocks of a cluster
+  float within;             // pages further from their heads' best scores are left out, if kNear
   bool drop_last;
 };
 
@@ -143,7 +144,7 @@ struct SelectShared {
   int32_t totals[BlockRank::kTotals], tie_totals[BlockRank::kTotals];
   Cut cut;
   int32_t invalid;    // A thread saw an invalid score.
-  int32_t unused[1];  // The ranks after it begin at a multiple of 16 bytes.
+  int32_t near;       // Pages of this block that are within the distance, if kNear.
 
   __device__ void count(int turn, uint32_t digit) {
     atomicAdd(&counts[turn][digit], 1);
@@ -158,8 +159,9 @@ __host__ __device__ inline int32_t pages_of_block(int32_t pages, int32_t log_blo
 }
 
 // This block's part of a selection, whose pages are numbered from 0 here. Every method is called by all
-// threads of the cluster.
-template <typename Score, bool kInShared>
+// threads of the cluster. With kNear a page's score is the largest distance, 0 or less, that it has from
+// the best score of a head.
+template <typename Score, bool kInShared, bool kNear>
 struct RankedPages {
   const SelectParams& p;
   SelectShared& shared;
@@ -170,6 +172,7 @@ struct RankedPages {
   int32_t block;        // number in the cluster
   int32_t count;        // pages of the part
   bool invalid = false;  // This thread saw an invalid score.
+  int32_t near = 0;      // Pages of this thread that are within the distance.
 
   __device__ int blocks() const { return 1 << p.log_blocks; }
   __device__ bool keeps_ranks() const { return kInShared || ranks != nullptr; }
@@ -231,19 +234,21 @@ struct RankedPages {
       const int32_t page = page_of(base, j);
       if (page < count) {
         if (keeps_ranks()) ranks[page] = rank[j];
+        if (kNear) near += rank[j] >= rank_of(-p.within);
         shared.count(0, rank[j] >> (kRankBits - kDigitBits));
       }
     }
   }
 
   __device__ void rank_pages() {
-    if (p.voters > 1) {
+    if (kNear || p.voters > 1) {
       rank_together();
     } else {
       __syncthreads();  // The counts are 0.
       rank_alone();
     }
     if (invalid) atomicOr(&shared.invalid, 1);
+    if (kNear && near != 0) atomicAdd(&shared.near, near);
   }
 
   // Ranks the pages by the scores of one head.
@@ -266,7 +271,7 @@ struct RankedPages {
     }
   }
 
-  // Ranks the pages by the sum of their shares.
+  // Ranks the pages by the sum of their shares, or by the largest distance.
   __device__ void rank_together() {
     // Scores stay in registers where this warp has no pages in a second tile.
     const bool stay = p.voters <= kRows && count <= first_base() + tile_size();
@@ -304,7 +309,8 @@ struct RankedPages {
 #pragma unroll
         for (int j = 0; j < kItems; ++j) {
           const int32_t page = page_of(base, j);
-          sum[j] = head == 0 || page >= count ? 0.0f : __uint_as_float(ranks[page]);
+          constexpr float kNothing = kNear ? -INFINITY : 0.0f;
+          sum[j] = head == 0 || page >= count ? kNothing : __uint_as_float(ranks[page]);
         }
         for (int32_t h = 0; h < heads; h += kRows) {
           if (!stay) {
@@ -316,7 +322,12 @@ struct RankedPages {
             const Shares shares = shared.shares[h + i];
 #pragma unroll
             for (int j = 0; j < kItems; ++j) {
-              sum[j] += exp_of(found[i][j] - shares.base) * shares.scale;
+              const float distance = found[i][j] - shares.base;
+              if (kNear) {
+                sum[j] = fmaxf(sum[j], distance);
+              } else {
+                sum[j] += exp_of(distance) * shares.scale;
+              }
             }
           }
         }

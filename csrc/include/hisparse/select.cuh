@@ -1,5 +1,6 @@
-// select on the device, for selections of fixed length: one block per request and head of the
-// selection, or a cluster of blocks (sm_90), each of which has a part of the pages.
+// select on the device, for selections of fixed length, or of all pages near the best score (kNear): one
+// block per request and head of the selection, or a cluster of blocks (sm_90), each of which has a part of
+// the pages.
 //
 // A page's rank is its score as an integer of the same order. The score is that of the only head,
 // or the sum of the shares that the page has in the softmax of each of several heads. The blocks
@@ -16,9 +17,9 @@ namespace hisparse {
 
 // This block's part of a selection, when its pages have ranks. Every method is called by all threads of
 // the cluster, but for those of one warp.
-template <typename Score, bool kInShared>
-struct SelectRow : RankedPages<Score, kInShared> {
-  using Pages = RankedPages<Score, kInShared>;
+template <typename Score, bool kInShared, bool kNear>
+struct SelectRow : RankedPages<Score, kInShared, kNear> {
+  using Pages = RankedPages<Score, kInShared, kNear>;
   using Pages::block, Pages::blocks, Pages::count, Pages::first_base, Pages::p, Pages::page_of,
       Pages::rank_at, Pages::shared;
 
@@ -131,7 +132,7 @@ struct SelectRow : RankedPages<Score, kInShared> {
 };
 
 // The blocks of a cluster come one after the other.
-template <typename Score, bool kInShared>
+template <typename Score, bool kInShared, bool kNear>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     select_kernel(const __grid_constant__ SelectParams p) {
   wait_for_earlier_launches();
@@ -144,14 +145,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   auto& shared = *reinterpret_cast<SelectShared*>(dynamic_shared());
 #pragma unroll 1
   for (int32_t i = threadIdx.x; i < kCounts; i += num_threads()) shared.counts[0][i] = 0;
-  if (threadIdx.x == 0) shared.invalid = 0;
+  if (threadIdx.x == 0) shared.invalid = shared.near = 0;
   const int32_t count = max(0, min(given, p.width));
   const int32_t left_out = p.drop_last ? count - 1 : -1;
   const int64_t row = int64_t{request} * p.out_heads + head;
   int32_t* pages = p.pages + row * p.max_pages;
   int32_t length = 0;
   bool is_last = block == 0;  // This block has the end of the selection.
-  if (count <= p.max_pages) {
+  if (count == 0 || (!kNear && count <= p.max_pages)) {
     length = count - (left_out >= 0);
     if (is_last) {
 #pragma unroll 1
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     uint32_t* ranks = p.scratch;
     if (ranks != nullptr) ranks += row * p.width + first;
     if (kInShared) ranks = reinterpret_cast<uint32_t*>(dynamic_shared() + sizeof(SelectShared));
-    SelectRow<Score, kInShared> step{{
+    SelectRow<Score, kInShared, kNear> step{{
         p,
         shared,
         ranks,
@@ -180,7 +181,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         block,
         min(each, count - first)}};
     step.rank_pages();
-    const Cut cut = step.find_cut(max(1, p.max_pages));
+    int32_t wanted = p.max_pages;
+    if (kNear) {
+      cluster_sync();  // The blocks' near pages are counted.
+      wanted = min(wanted, step.counted(shared.near).all);
+    }
+    const Cut cut = step.find_cut(max(1, wanted));
     if (block == 0 && warp_id() == 0 && p.invalid_scores != nullptr) {
       const bool invalid =
           lane_id() < step.blocks() && of_block(shared.invalid, lane_id()) != 0;
@@ -188,7 +194,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }
     // What was read of other blocks has been used: an arrival orders no read after it.
     cluster_arrive();
-    if (p.max_pages > 0) length = step.write(cut, first, left_out, pages);
+    if (wanted > 0) length = step.write(cut, first, left_out, pages);
     cluster_wait();  // No block reads the shared memory of another one any more.
   }
   if (!is_last) return;

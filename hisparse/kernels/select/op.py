@@ -72,14 +72,15 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 
 def _on_cuda(call: Callable[..., Any], *arguments: Any) -> Any:
-    """In one launch where selections have a fixed length; others in Triton and PyTorch."""
+    """In one launch, but with ``mass``: that is Triton's and PyTorch's."""
     *tensors, rule = arguments
-    if rule.mass is not None or rule.within is not None:
+    if rule.mass is not None:
         return SELECT.function("triton")(*arguments)
     scores, num_pages = tensors[:2]
-    words = call_cuda("select_scratch_words", scores, rule.heads)
+    within = -1.0 if rule.within is None else rule.within
+    words = call_cuda("select_scratch_words", scores, within, rule.heads)
     scratch = num_pages.new_empty((scores.shape[0], rule.heads, words))
-    return call(*tensors, scratch, rule.drop_last, rule.heads, rule.max_pages)
+    return call(*tensors, scratch, within, rule.drop_last, rule.heads, rule.max_pages)
 
 
 SELECT = Operation(

@@ -1,4 +1,4 @@
-"""Choosing a number of pages that varies with the query, in Triton."""
+"""Choosing the pages that hold a share of the attention, in Triton."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ class _ShareConstants(NamedTuple):
 
     counted: bool  # whether there is a counter of invalid scores
     selections: int  # of a group, each counted
-    near: bool  # whether heads agree by the distance from their best score
     group: int  # heads that share a selection
     group_block: int  # the same, rounded up to a power of two
     step: int  # pages that are read at once
@@ -37,14 +36,13 @@ def select(
     """See :func:`hisparse.kernels.select`; heads agree in Triton, PyTorch chooses.
 
     Raises:
-        KernelError: the selection has a fixed length, which is for CUDA C++.
+        KernelError: the rule has no mass, which is for CUDA C++.
     """
-    near = rule.within is not None
-    if rule.mass is None and not near:
+    if rule.mass is None:
         found = choices(SELECT, Place.of([scores]), "triton")
         raise KernelError(
-            "implementation 'triton': got a rule without mass and within, expected one of them "
-            f"(choices: {found})"
+            "implementation 'triton': got a rule without mass, expected one with it (choices: "
+            f"{found})"
         )
     scores = scores.float()
     batch, given, width = scores.shape
@@ -63,7 +61,6 @@ def select(
             _ShareConstants(
                 counted=invalid_scores is not None,
                 selections=rule.heads // heads,
-                near=near,
                 group=given // heads,
                 group_block=group_block,
                 step=max(16, _SCORES_PER_STEP // group_block),
@@ -95,11 +92,7 @@ def _share_kernel(
     shape,  # P, H
     const: tl.constexpr,
 ):
-    """Combine a group's heads into one score per page.
-
-    If near, the largest over heads of a page's score minus the head's best score; else the sum over
-    heads of each head's softmax over the pages and the rest.
-    """
+    """The sum over a group's heads of each head's softmax over the pages and the rest."""
     width, heads = shape
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.minimum(tl.load(num_pages + request), width)
@@ -128,10 +121,7 @@ def _share_kernel(
         # Here, for the loop above has no registers left.
         invalid |= tl.max(_is_invalid(x).to(tl.int32), axis=0)
         x = _finite(x)
-        if const.near:
-            found = tl.max(x - top[:, None], axis=0)
-        else:
-            found = tl.sum(tl.exp(x - top[:, None]) * scale[:, None], axis=0)
+        found = tl.sum(tl.exp(x - top[:, None]) * scale[:, None], axis=0)
         tl.store(combined + row * width + page, found, mask=page < width)
     if const.counted:
         changed = (tl.max(invalid, axis=0) > 0) & (count > 0)
