@@ -1,4 +1,5 @@
-// sketch_score: log-sum-exp of a page's logits, straight from the sketches by host page.
+// sketch_score: log-sum-exp of a page's logits, straight from the sketches by host page; of tail
+// pages from their keys.
 //
 // A token's logit is q.base plus, for each detailed channel, q * scale * (code - 1.5). The latter
 // sum is of integers: queries are rounded to 8 bits, and a page's scales to kTopLevel levels, which
@@ -10,6 +11,7 @@
 #include "sketch_dot.h"
 #include "sketch_start.h"
 #include "sketch_start_avx512.h"
+#include "tail.h"
 #include "tensors.h"
 
 #include <algorithm>
@@ -27,6 +29,8 @@ struct SketchScoreParams {
   Rows<const int32_t> host_pages;  // [B, P]
   const int32_t* num_pages;        // [B]
   float* scores;                   // [B, Hq, P]
+  const Tails* tails;
+  float* tail_lse;                 // [B, Hq]
   float scale;                     // of the logits
   int64_t batch, num_columns, num_host_pages;
   int32_t q_heads, kv_heads;
@@ -274,13 +278,21 @@ void write_scores(const SketchScoreParams& p, Run& run) {
   if (any) score_again(p, run);
 }
 
-// Scores all pages; false if one of them is not among the host pages.
+// Scores all pages, also the tail pages; false if one of them is not among the host pages.
 template <typename Layout>
 bool score_all(const SketchScoreParams& p, const Layout& layout, const Queries& queries) {
   const int64_t runs = (p.num_columns + kPagesPerItem - 1) / kPagesPerItem;
   const double work = static_cast<double>(p.batch * p.num_columns) * p.q_heads * 25;
   std::atomic<bool> in_range{true};
-  parallel_for(p.batch * runs, num_threads(p.batch * runs, work), [&](int64_t item) {
+  const int64_t tails = p.tails->rows(), items = tails + p.batch * runs;
+  parallel_for(items, num_threads(items, work), [&](int64_t item) {
+    if (item < tails) {
+      const int64_t count = p.batch * p.q_heads / tails;
+      p.tails->score(item, p.query + item * count * p.layout.dim, count, p.scale,
+                     p.tail_lse + item * count);
+      return;
+    }
+    item -= tails;
     Run run(p, item / runs, item % runs * kPagesPerItem);
     for (int64_t page = run.first; page < run.present; ++page) {
       const int32_t host_page = p.host_pages[run.request][page];
@@ -296,8 +308,9 @@ bool score_all(const SketchScoreParams& p, const Layout& layout, const Queries& 
 void sketch_score(Arguments& in) {
   const TensorView query = in.tensor(), sketches = in.tensor(), host_page_table = in.tensor(),
                    num_pages = in.tensor();
-  in.skip(5);  // tail
+  const Tails tails(in);
   const TensorView scores = in.tensor();
+  float* tail_lse = in.data_or_null<float>("tail_lse");
   const auto dim = in.number<int64_t>(), page_size = in.number<int64_t>(),
              num_channels = in.number<int64_t>(), numbered = in.number<int64_t>();
   SketchScoreParams p;
@@ -308,6 +321,8 @@ void sketch_score(Arguments& in) {
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
   p.num_pages = data_of<const int32_t>(num_pages, "num_pages");
   p.scores = data_of<float>(scores, "scores");
+  p.tails = &tails;
+  p.tail_lse = tail_lse;
   p.batch = query.size(0);
   p.num_columns = scores.size(2);
   p.num_host_pages = sketches.size(0);

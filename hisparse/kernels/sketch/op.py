@@ -9,8 +9,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
-from hisparse.kernels.attention.op import PAGED_ATTENTION
-from hisparse.kernels.operation import Operation
+from hisparse.kernels.operation import Operation, new_tensors
 from hisparse.kernels.quantize.op import STORED, check_scales
 from hisparse.types import UNSCALED, AttentionRule, StoredKV
 
@@ -174,19 +173,12 @@ def _tensors_of(tail: TailPages | None) -> tuple[Tensor | None, ...]:
     return (None,) * 5 if tail is None else (*tail.kv, tail.pages, tail.lens)
 
 
-def _score_on_cpu(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
-    """Pages here, tail pages by attention."""
+def _score(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
+    """Tail pages in the same call. A GPU rounds q times a detailed channel's scale to 11 bits."""
     *tensors, tail, layout, scale = more
-    scores = call(query, *tensors, *_tensors_of(None), *map(int, layout), scale)
-    if tail is None:
-        return scores, None
-    return scores, tail_lse(query, tail, PAGED_ATTENTION.function("cpu"), AttentionRule(scale))
-
-
-def _score_on_cuda(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
-    """Tail pages in the same launch. Rounds q times a detailed channel's scale to 11 bits."""
-    *tensors, tail, layout, scale = more
-    lse = None if tail is None else query.new_empty(query.shape[:2], dtype=torch.float32)
+    lse = None
+    if tail is not None:
+        (lse,) = new_tensors("tail_lse", [(query.shape[:2], torch.float32)], query.device)
     return call(query, *tensors, *_tensors_of(tail), lse, *map(int, layout), scale), lse
 
 
@@ -215,8 +207,8 @@ SKETCH_SCORE = Operation(
     Arg("tail.lens", "R", _I32, optional=True),
     results=(Result(torch.float32, "B Hq P"),),
     values=("D", "S", "bytes"),
-    cpu=_score_on_cpu,
-    cuda=_score_on_cuda,
+    cpu=_score,
+    cuda=_score,
     also=_sketches_fit,
 )
 OUTLINE_SCORE = Operation(
