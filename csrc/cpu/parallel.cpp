@@ -23,6 +23,15 @@ constexpr int kAlonePerWait = 20;
 // stall: the scheduler gives another process some milliseconds.
 constexpr auto kStall = std::chrono::milliseconds(1);
 
+// While a caller holds OpenMP to one thread, a helper that is done polls this long for more work:
+// to wake a processor from its sleep takes as long as a small call.
+constexpr auto kLinger = std::chrono::microseconds(300);
+// The same without a hold. OpenMP's threads then want the processor; but a step lets go in between.
+constexpr auto kLingerUnheld = std::chrono::microseconds(20);
+
+// Threads that hold OpenMP to one thread.
+std::atomic<int> holders{0};
+
 // Threads that the calling thread's kernels may use while it holds OpenMP to one; 0: it does not.
 thread_local int threads_while_held = 0;
 
@@ -62,6 +71,8 @@ class Pool {
         std::thread([this] { serve(); }).detach();
       }
       job_ = &job;
+      ++called_;
+      is_used_ = true;
     }
     wake_.notify_all();
     const int64_t own_items = job.call_items();
@@ -77,6 +88,16 @@ class Pool {
     if (waited > 2 * per_item + kStall) alone_until_ = end + kAlonePerWait * waited;
   }
 
+  // Wakes the helpers, if calls have used them since the last time: the next ones come soon.
+  void rouse() {
+    if (!is_used_.exchange(false)) return;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ++called_;
+    }
+    wake_.notify_all();
+  }
+
  private:
   // To sleep and be woken takes longer than most items, so the caller polls until `give_up`.
   void wait_for_helpers(const Job& job, Clock::time_point give_up) {
@@ -86,17 +107,34 @@ class Pool {
     done_.wait(lock, [&] { return job.active == 0; });
   }
 
+  // Polls for a call after those that were seen, as long as that may save a sleep.
+  void linger(int64_t seen) const {
+    const auto begin = Clock::now();
+    auto held = begin;
+    for (auto now = begin; called_ == seen && now < begin + kLinger; now = Clock::now()) {
+      if (holders > 0) held = now;
+      if (now > held + kLingerUnheld) return;
+    }
+  }
+
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [this] { return job_ != nullptr && job_->helpers > 0; });
-      Job& job = *job_;
-      --job.helpers;
-      ++job.active;
+    for (int64_t seen = called_;;) {
+      const auto is_wanted = [this] { return job_ != nullptr && job_->helpers > 0; };
+      wake_.wait(lock, [&] { return seen != called_ || is_wanted(); });
+      seen = called_;
+      if (is_wanted()) {
+        Job& job = *job_;
+        --job.helpers;
+        ++job.active;
+        lock.unlock();
+        job.help();
+        lock.lock();
+        if (--job.active == 0) done_.notify_one();
+      }
       lock.unlock();
-      job.help();
+      linger(seen);
       lock.lock();
-      if (--job.active == 0) done_.notify_one();
     }
   }
 
@@ -104,15 +142,24 @@ class Pool {
   std::condition_variable wake_, done_;
   Job* job_ = nullptr;
   int num_workers_ = 0;
+  std::atomic<int64_t> called_{0};    // how often helpers were; set under mutex_
+  std::atomic<bool> is_used_{false};  // since the last rouse()
   Clock::time_point alone_until_;  // guarded by owner_
 };
+
+Pool& pool() {
+  static Pool& only = *new Pool;  // Never destroyed: its threads run until the process ends.
+  return only;
+}
 
 // Holds OpenMP's teams that the calling thread starts to one thread. Returns the number before.
 int64_t hold_openmp() {
   const int before = omp_get_max_threads();
   if (before > 1) {
     threads_while_held = before;
+    ++holders;
     omp_set_num_threads(1);
+    pool().rouse();
   }
   return before;
 }
@@ -121,6 +168,7 @@ void release_openmp(int64_t before) {
   if (before <= 1) return;  // An outer hold goes on.
   omp_set_num_threads(static_cast<int>(before));
   threads_while_held = 0;
+  --holders;
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hold_openmp, hold_openmp);
@@ -144,10 +192,8 @@ void parallel_for(int64_t items, int threads, void (*body)(void*, int64_t), void
     for (int64_t i = 0; i < items; ++i) body(context, i);
     return;
   }
-  // Never destroyed: its threads run until the process ends.
-  static Pool& pool = *new Pool;
   Job job{body, context, items, threads - 1};
-  pool.run(job);
+  pool().run(job);
 }
 
 }  // namespace hisparse

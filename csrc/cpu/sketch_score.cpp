@@ -37,7 +37,7 @@ struct SketchScoreParams {
   SketchLayout layout;
 };
 
-constexpr int64_t kPagesPerItem = 64;
+constexpr int64_t kPagesPerItem = 32;
 // Exponents of weights stay within these bounds, and a total with one at a bound is not used.
 constexpr float kLeast = -126, kMost = 120;
 constexpr float kLeastTotal = 0x1p-90f, kMostTotal = 0x1p119f;
