@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import cap_logits
+from hisparse.kernels.operation import new_tensors
 from hisparse.registry import Registry
 from hisparse.types import Attention, AttentionRule, KVSpec, Pages, SelectionScope
 
@@ -28,7 +29,7 @@ class Attended(NamedTuple):
     lse: Tensor
 
 
-def add_sinks(attended: Attended, sinks: Tensor) -> Attended:
+def add_sinks(attended: Attended, sinks: Tensor) -> Tensor:
     """Let a logit without a value join the softmax, as in gpt-oss.
 
     Call it once for each layer and query, after all parts are merged: a sink belongs to the whole
@@ -40,13 +41,14 @@ def add_sinks(attended: Attended, sinks: Tensor) -> Attended:
             ``lse [..., Hq]``.
 
     Returns:
-        out ``[..., Dv]`` in the dtype of ``attended.out``, scaled by the share of the keys, and lse
-        with the sinks; 0 and the sinks for a query without keys.
+        out ``[..., Dv]`` in the dtype of ``attended.out``, scaled by the share of the keys; 0 for a
+        query without keys.
     """
-    sinks = sinks.float()
-    share = torch.sigmoid(attended.lse - sinks)[..., None]
-    out = (attended.out * share).to(attended.out.dtype)
-    return Attended(out, torch.logaddexp(attended.lse, sinks))
+    out, lse = attended
+    shapes = [(lse.shape, torch.float32), (out.shape, out.dtype)]
+    share, scaled = new_tensors("sinks", shapes, out.device)
+    torch.sub(lse, sinks, out=share).sigmoid_()
+    return torch.mul(out, share[..., None], out=scaled)
 
 
 def merge_attended(a: Attended, b: Attended) -> Attended:

@@ -311,8 +311,9 @@ class DecodeStep:
         pages = torch.arange(max(width, 1), dtype=torch.int32, device=self.num_pages.device)
         pages = torch.where(pages < self.num_pages[:, None], pages, -1)
         heads = self.policy.heads
+        # Contiguous, for all layers that use them.
         return Selection(
-            pages[:, None].expand(-1, heads, -1), self.num_pages[:, None].expand(-1, heads)
+            pages[:, None].repeat(1, heads, 1), self.num_pages[:, None].repeat(1, heads)
         )
 
     def window_pages(self, window: int) -> Selection:

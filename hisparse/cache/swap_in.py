@@ -81,7 +81,7 @@ class SwapIn:
         def load(layer: int) -> DiffTables:
             tables = self.diff(layer, step, selection, width, tail_below, waits)
             if waits or step.dense is not None:
-                self._gather(layer, tables, step.rows.capacity, self._host.stored(layer))
+                self._gather(layer, tables, self._host.stored(layer))
             return tables
 
         early: dict[int, Pending[DiffTables]] = step.cache.early
@@ -110,26 +110,31 @@ class SwapIn:
         Args:
             layer_id, step, selection, width, tail_below, waits: as in :meth:`swap_in`.
         """
-        if selection is None and width is None:
-            # A context that fits has at most as many pages as the largest row.
-            width = max(1, min(step.max_pages, self._device.max_row_pages))
-        return diff_tables(
-            None if selection is None else Selection(*(x.flatten(0, 1) for x in selection)),
-            step.rows._replace(tail_pages=step.tails(layer_id)),
+        if selection is None:
+            if width is None:
+                # A context that fits has at most as many pages as the largest row.
+                width = max(1, min(step.max_pages, self._device.max_row_pages))
+            if self._device.device.type == "cpu":  # C++ takes a list; layers share it.
+                selection = step.cache.once(("pages", width), lambda: step.every_page(width))
+        selected = None if selection is None else Selection(*(x.flatten(0, 1) for x in selection))
+        rows = step.rows._replace(tail_pages=step.tails(layer_id))
+        tables = diff_tables(
+            selected,
+            rows,
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
             width=width,
             tail_below=tail_below,
             waits=waits,
         )
+        if self._checked:
+            verify_diff(tables.num_misses, selected, rows)
+        return tables
 
-    def _gather(
-        self, layer_id: int, tables: DiffTables, capacity: Tensor, source: StoredKV
-    ) -> None:
-        """Copy the missing pages from ``source``; ``capacity [R]`` is that of their rows."""
+    def _gather(self, layer_id: int, tables: DiffTables, source: StoredKV) -> None:
+        """Copy the missing pages from ``source``."""
         pages, heads = tables.load_host_pages, self._device.heads
         if self._checked:
-            verify_diff(tables.num_misses, capacity)
             verify_indices("src_pages", pages, -1, source.k.shape[0])
         move_pages(source, pages, self._device.stored(layer_id), tables.loads, heads=heads)
 
@@ -167,7 +172,7 @@ class SwapIn:
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
         )
-        self._gather(layer_id, tables, capacity, source)
+        self._gather(layer_id, tables, source)
 
 
 def check_selection(layer_id: int, selection: Selection, step: DecodeStep) -> None:

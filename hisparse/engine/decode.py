@@ -90,9 +90,15 @@ class DecodeLayer:
                 ((mode, part),) = by_mode.items()
                 out = self._attend_in(mode, layer_id, part, q, sinks)
             else:
-                out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim)
+                shape = (*q.shape[:-1], self._policy.kv.v_head_dim)
+                (out,) = new_tensors("modes", [(shape, q.dtype)], q.device)
                 for mode, part in by_mode.items():
-                    out[part.index] = self._attend_in(mode, layer_id, part, q[part.index], sinks)
+                    assert part.index is not None, "one of several modes"
+                    shape = (len(part.slots), *q.shape[1:])
+                    (own,) = new_tensors(f"queries {mode}", [(shape, q.dtype)], q.device)
+                    torch.index_select(q, 0, part.index, out=own)
+                    own = self._attend_in(mode, layer_id, part, own, sinks)
+                    out.index_copy_(0, part.index, own)
             last = step.last or step
             if last.filled is not None:
                 finish = partial(self._finish, layer_id, last, *last.filled)
@@ -145,7 +151,7 @@ class DecodeLayer:
                 )  # fmt: skip
         out = attended.out.reshape(q.shape[0], self._policy.kv.num_q_heads, -1)
         if sinks is not None:
-            out = add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks).out
+            out = add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks)
         if out.dtype == q.dtype:
             return out
         (cast,) = new_tensors("attended", [(out.shape, q.dtype)], q.device)
@@ -251,9 +257,8 @@ class DecodeLayer:
             new = self._adapter.attend(q[request], pages, table, lens, self._policy.attention_rule)
             attended = new if attended is None else merge_attended(attended, new)
             if tile.end == step.seq_lens_cpu[~tile.owner]:
-                if sinks is not None:
-                    attended = add_sinks(attended, sinks)
-                out[request], attended = attended.out, None
+                out[request] = attended.out if sinks is None else add_sinks(attended, sinks)
+                attended = None
         return out
 
 

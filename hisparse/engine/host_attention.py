@@ -58,8 +58,8 @@ class HostAttention:
             manager.counters.add("streamed_decode_bytes", num_bytes)
             table = step.host_page_table[one, :count]
             part = self._attend_tokens(q[one], stored, table, lens[one], self._rule)
-            parts.append(part if sinks is None else add_sinks(part, sinks))
-        return torch.cat([part.out for part in parts])
+            parts.append(part.out if sinks is None else add_sinks(part, sinks))
+        return torch.cat(parts)
 
 
 class _RowsOfHeads(TorchAdapter):

@@ -103,9 +103,8 @@ class Prefill:
             positions = call(self._select[layer_id], layer_id, layer_id, step)
             check_positions(positions, self._components.algorithm, layer_id, step)
             attended = self._attend(layer_id, chunk, *new, positions, next_tile)
-            if sinks is not None:
-                attended = add_sinks(attended, sinks)
-            outputs.append(attended.out.to(q.dtype))
+            out = attended.out if sinks is None else add_sinks(attended, sinks)
+            outputs.append(out.to(q.dtype))
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

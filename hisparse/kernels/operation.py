@@ -78,7 +78,16 @@ class ResultMemory(dict[Hashable, list[tuple[Tensor, torch.UntypedStorage]]]):
 
 
 def new_results(key: Hashable, allocate: Callable[[], list[Tensor]], kind: str) -> list[Tensor]:
-    """Results on a device of a kind: on a "cpu" in the memory that the thread has entered."""
+    """Uninitialised tensors for the results of a call.
+
+    On a CPU they take the memory of an earlier call with the same key, if the calling thread has
+    entered a :class:`ResultMemory`; otherwise, and on other devices, they are allocated.
+
+    Args:
+        key: names the operation and the sizes of its results.
+        allocate: makes the tensors.
+        kind: type of the device, such as "cpu".
+    """
     memory: ResultMemory | None = getattr(_ENTERED, "memory", None)
     return allocate() if memory is None or kind != "cpu" else memory.take(key, allocate)
 
@@ -86,7 +95,13 @@ def new_results(key: Hashable, allocate: Callable[[], list[Tensor]], kind: str) 
 def new_tensors(
     name: str, shapes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device
 ) -> list[Tensor]:
-    """The same for tensors of shapes and dtypes, which a call ``name`` holds at the same time."""
+    """:func:`new_results` for what a Python function computes.
+
+    Args:
+        name: of the function; its tensors may not share memory with those of another name.
+        shapes: shape and dtype of each tensor.
+        device: where they lie.
+    """
     return new_results(
         (name, *shapes),
         lambda: [torch.empty(x, dtype=dtype, device=device) for x, dtype in shapes],

@@ -154,19 +154,20 @@ def _latent_shape(config: Any, text: Any, page_size: int) -> KVSpec:
 def _check_kind(layers: Sequence[Any]) -> None:
     from sglang.srt.layers.radix_attention import AttentionType
 
-    plain = all(
-        m.attn_type == AttentionType.DECODER
-        and not m.is_cross_attention
-        and (not m.logit_cap or m.logit_capping_method == "tanh")
-        and m.xai_temperature_len <= 0
-        and not m.use_irope
-        for m in layers
-    )
-    if not plain:
-        raise ConfigError(
-            "a layer of the model has cross attention, logits that are not capped by tanh, chunks "
-            "or temperature scaling; expected causal attention, over all tokens or a window"
-        )
+    for m in layers:
+        faults = {
+            f"attn_type {m.attn_type}": m.attn_type != AttentionType.DECODER,
+            "cross attention": m.is_cross_attention,
+            f"logits capped by {m.logit_capping_method}": m.logit_cap
+            and m.logit_capping_method != "tanh",
+            f"xai_temperature_len {m.xai_temperature_len}": m.xai_temperature_len > 0,
+            "attention in chunks": m.use_irope,
+        }
+        for got in (name for name, found in faults.items() if found):
+            raise ConfigError(
+                f"layer {m.layer_id} of the model: got {got}, expected causal attention, over all "
+                "tokens or a window"
+            )
 
 
 def _check_numbers(ids: Sequence[int], hybrid_layers: Sequence[int] | None) -> None:

@@ -25,7 +25,7 @@ _PAUSE_S: Final = 1.0
 #: Seconds between runs that a time to live begins.
 _EACH_S: Final = 60.0
 _MINUTE_NS: Final = 60 * 10**9
-#: Place of a page that cannot be removed, and the latest time of use that is told apart.
+#: Place of a page that cannot be removed. Later times of use than the second count as that time.
 _NEVER, _LATEST_NS = 2**63 - 1, 2**62
 
 

@@ -250,8 +250,9 @@ def layers_of(
     for layer in range(sim.layers):
         last = [(r, r.done - 1) for r in requests]
         tokens = [torch.stack([getattr(r, x)[layer, i] for r, i in last]) for x in "qkv"]
+        sinks = None if sim.sinks is None else sim.sinks[layer]
         with Operations() as seen:
-            out = sim.coordinator.attention(layer, *tokens)
+            out = sim.coordinator.attention(layer, *tokens, sinks=sinks)
         each(out)
         del out
         allocated.append(seen.num_bytes)
@@ -259,7 +260,9 @@ def layers_of(
     return allocated
 
 
-@pytest.mark.parametrize("name", ["sketch", "quest", "snapkv", "topp", "streaming", "oracle"])
+@pytest.mark.parametrize(
+    "name", ["sketch", "quest", "snapkv", "topp", "streaming", "oracle", "dipr"]
+)
 @pytest.mark.parametrize("scope", ["layer", "kv_head", "query_head"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -282,6 +285,25 @@ def test_layers_after_the_first_allocate_nothing(
         if name == "topp" and any(r.done % sim.page_size == 0 for r in requests):
             continue
         assert first > 0
+        assert others == [0, 0, 0], f"{[x.done for x in requests]} tokens"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "sinks", [None, torch.zeros(4, 4, dtype=torch.bfloat16)], ids=["", "sinks"]
+)
+@pytest.mark.parametrize("dense", [0, 140, 1000], ids=["sparse", "mixed", "dense"])
+def test_nor_do_dense_contexts_and_sinks(
+    dense: int, sinks: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    rows = {"device_buffer": 256, "max_row": 256}
+    sim = Simulator(
+        checked=False, layers=4, dtype=dtype, min_sparse_context=dense, sinks=sinks, **rows
+    )
+    requests = [sim.request(slot, 180, seed=slot) for slot in (1, 2)]
+    sim.prefill((requests[0], 161), (requests[1], 120))
+    for _ in range(sim.page_size):
+        _, *others = layers_of(sim, requests, lambda out: None)
         assert others == [0, 0, 0], f"{[x.done for x in requests]} tokens"
 
 

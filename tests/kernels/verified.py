@@ -21,7 +21,7 @@ def verified(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         _BEFORE.get(name, lambda *args: None)(*args)
         result = function(*args)
         if name == "diff_tables":
-            verify_diff(result[5], args[1].capacity)  # num_misses
+            verify_diff(result[5], *args[:2])  # num_misses
         return result
 
     return run

@@ -167,8 +167,8 @@ __global__ void __launch_bounds__(kTransferThreads)
   wait_for_earlier_launches();
   const int32_t warps = static_cast<int32_t>(gridDim.x) * (num_threads() / kWarp);
   const int32_t warp = static_cast<int32_t>(blockIdx.x) * (num_threads() / kWarp) + warp_id();
-  // What is missing stands first in the entries of each row. So each turn begins with another warp:
-  // else a few warps would have the front of all rows, and move one chunk after the other.
+  // The first entries of each row are the missing pages. If each turn began with the same warp, a few
+  // warps would move the chunks of all rows, one after the other; so each turn begins with another one.
   const int32_t turn = warps / 16 | 1;
   int32_t own = (warp + lane_id() * turn) % warps;
   for (int64_t first = 0; first < p.num_items; first += int64_t{warps} * kWarp) {

@@ -283,17 +283,23 @@ def _all_away(num_misses: Tensor, dense: Tensor | None) -> Tensor:
     return num_misses.masked_fill(dense.repeat_interleave(heads), 0)
 
 
-def verify_diff(num_misses: Tensor, capacity: Tensor) -> None:
-    """Raise ``KernelError`` if ``diff_tables`` refused a row.
+def verify_diff(num_misses: Tensor, selection: Selection | None, rows: DecodeRows) -> None:
+    """Raise ``KernelError`` if :func:`diff_tables` refused a row.
 
     Args:
         num_misses: ``[R] int32``, as returned; -1 for a refused row.
-        capacity: ``[R] int32``, as given.
+        selection, rows: as given.
     """
     refused = (num_misses < 0).nonzero().flatten().tolist()
-    if refused:
-        row = refused[0]
-        raise KernelError(
-            f"selection: row {row} cannot be served, expected pages of the host page table, no "
-            f"more of them than its capacity {int(capacity[row])}, and a state row with such slots"
-        )
+    if not refused:
+        return
+    row = refused[0]
+    request = row * len(rows.num_pages) // len(rows.rows)
+    count, capacity = int(rows.num_pages[request]), int(rows.capacity[row])
+    pages = set(range(count) if selection is None else selection.pages[row].tolist()) - {-1}
+    fault = f"state row {int(rows.rows[row])}, expected one that has {capacity} slots"
+    if max(pages, default=-1) >= count:
+        fault = f"page {max(pages)}, expected -1 to {count - 1}"
+    elif len(pages) > capacity:
+        fault = f"{len(pages)} pages, expected at most its capacity, {capacity}"
+    raise KernelError(f"selection: got in row {row} {fault}")

@@ -42,7 +42,7 @@ def write_beyond_the_pool(sim: Simulator, request: Request) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        pytest.param(decode_with_a_broken_order, "selection: row 0 cannot be served", id="order"),
+        pytest.param(decode_with_a_broken_order, "selection: got in row 0 ", id="order"),
         pytest.param(begin_without_free_pages, "new_capacity: row .* got 0", id="capacity"),
         pytest.param(write_beyond_the_pool, "slots: got 1000000, expected 0", id="slot"),
     ],
