@@ -91,7 +91,9 @@ def test_stream(server: ServerProcess) -> None:
 
 
 def test_refused(server: ServerProcess) -> None:
-    with pytest.raises(HiSparseError, match="answered 400 to /generate: too long"):
+    with pytest.raises(
+        HiSparseError, match="/generate: got 400 from the server, expected 200: too long"
+    ):
         server.stream([0], 1)
 
 

@@ -60,7 +60,7 @@ def test_a_corrupted_result_is_found(recorded: list[Recorded], tmp_path: Path) -
     integers, floats, refused = recorded
     got = rerun([record.call for record in recorded], tmp_path)
     line = difference(integers.call, corrupted(integers, 12, 1), got[0])
-    assert line == "argument 17: got 8 at [0, 0], expected 9 (1 of 4 differ)"
+    assert line == "argument 15: got 8 at [0, 0], expected 9 (1 of 4 differ)"
     line = difference(floats.call, corrupted(floats, 4, 1e-2), got[1])
     assert line is not None
     assert line.startswith("argument 5: got")
