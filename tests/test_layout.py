@@ -1,4 +1,4 @@
-"""The house: which room may import which, no circles, and a public surface that is what it says."""
+"""Which layer of the package may import which, no circles, and a public surface as it says."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import hisparse_bench
 
 ROOT = Path(__file__).parent.parent
 
-#: Rooms from top to bottom: a module imports from its own room or from those below.
-ROOMS = (
+#: From top to bottom: a module imports from its own layer or from those below.
+LAYERS = (
     ("hisparse.__main__",),
     ("hisparse.cli",),
     ("hisparse.demo",),
@@ -40,7 +40,7 @@ ROOMS = (
     ("hisparse.kernels",),
     ("hisparse",),
 )
-#: Modules beside the rooms.
+#: Modules beside the layers.
 LOOSE = {
     "__init__", "__main__", "config", "errors", "model_config", "options", "private_files",
     "registry", "types", "units",
@@ -79,10 +79,10 @@ def imports_of(name: str) -> Iterator[str]:
 
 
 def rank_of(name: str) -> int:
-    for rank, rooms in enumerate(ROOMS):
-        if any(name == room or name.startswith(f"{room}.") for room in rooms):
+    for rank, layers in enumerate(LAYERS):
+        if any(name == layer or name.startswith(f"{layer}.") for layer in layers):
             return rank
-    raise AssertionError(f"{name} is in no room of tests/test_layout.py")
+    raise AssertionError(f"{name} is in no layer of tests/test_layout.py")
 
 
 def test_imports_point_down() -> None:
@@ -231,7 +231,7 @@ def test_an_extension_can_be_deleted(name: str, tmp_path: Path) -> None:
 
 def test_extensions_are_named_in_no_other_file_of_the_core() -> None:
     """But where old keys are answered. What is measured may name them: bench, evaluation."""
-    core = tuple(f"hisparse.{room}" for room in ("engine", "memory", "cache", "sglang", "testing"))
+    core = [f"hisparse.{x}" for x in ("engine", "memory", "cache", "sglang", "testing")]
     for name in extensions():
         named = {
             module

@@ -98,7 +98,7 @@ class ShareablePages:
             row, last = self._upload(begins, page[begins])
             pages = host_page_table[row, : int(page[begins].max()) + 1].long()
             earlier = torch.arange(pages.shape[1], device=pages.device) < last[:, None]
-            # Entries after a row's last page are no pages of it.
+            # Entries after a row's last page belong to no page of the row.
             exact = self._flags[pages.where(earlier, 0)] | ~earlier
             self._flags[pages.gather(1, last[:, None])[:, 0]] = exact.all(1)
 

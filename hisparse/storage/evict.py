@@ -96,12 +96,12 @@ class Evictor:
         if time.monotonic() >= self._due:
             self.run_soon(0)
 
-    def run_soon(self, room: int) -> None:
+    def run_soon(self, wanted_bytes: int) -> None:
         """Run in another thread, unless one is running or has just ended; see :meth:`run`."""
         with self._lock:
             running = self._thread is not None and self._thread.is_alive()
             if not running and not self._stopped and time.monotonic() >= self._not_before:
-                thread = threading.Thread(target=self._run_alone, args=(room,), daemon=True)
+                thread = threading.Thread(target=self._run_alone, args=(wanted_bytes,), daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:  # No thread is left.
@@ -117,10 +117,10 @@ class Evictor:
         if self._thread is not None:
             self._thread.join()
 
-    def _run_alone(self, room: int) -> None:
+    def _run_alone(self, wanted_bytes: int) -> None:
         start = time.monotonic()
         try:
-            self.run(room)
+            self.run(wanted_bytes)
         except Exception as error:  # Whatever it is, the store goes on without the eviction.
             self._counters.warn("evict", f"cannot evict: {one_line(error)}")
         finally:
@@ -129,11 +129,11 @@ class Evictor:
             # Scans of a large store take at most 1% of the time.
             self._due = math.inf if self._ttl_s is None else now + max(_EACH_S, 100 * (now - start))
 
-    def run(self, room: int = 0, size_bytes: int | None = None) -> int:
+    def run(self, wanted_bytes: int = 0, size_bytes: int | None = None) -> int:
         """Evict, as :meth:`FileStore.collect` says; contexts whose pages have all left go too.
 
         Args:
-            room: bytes that are wanted in addition to those that are free.
+            wanted_bytes: to free beyond what is free.
             size_bytes: evict down to this; None: by the marks of the store.
 
         Returns:
@@ -154,7 +154,7 @@ class Evictor:
             removed = int(self._folder.count(0)[1])
             num_bytes = int(found["num_bytes"].sum())
             self._folder.correct(num_bytes - added + removed)
-            taken = num_bytes + self._folder.context_bytes + room
+            taken = num_bytes + self._folder.context_bytes + wanted_bytes
             excess = taken - low if high is not None and low is not None and taken > high else 0
             evicted, given, error = 0, 0, None
             if excess or self._ttl_s is not None:

@@ -175,7 +175,7 @@ class HiSparseCache(Cache):  # type: ignore[misc]
             self._forward.undo()
             self._forward = None
 
-    # What transformers asks; decoding is greedy or sampling.
+    # Transformers calls these. They allow greedy decoding and sampling only.
 
     @property
     def is_croppable(self) -> bool:

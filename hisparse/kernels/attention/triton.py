@@ -200,7 +200,7 @@ def _load_scale(place, live):
 
 @triton.jit
 def _load_pages(entries, token, start, end, const: tl.constexpr):
-    """Load the pages of a step's tokens, which begin at ``start``: one where all are in one."""
+    """Load the pages of a step's tokens, from ``start`` on; one page if it has all of them."""
     table, stride, count = entries
     if const.size % const.tokens == 0:
         page = tl.load(table + start // const.size * stride, mask=start < end, other=0)

@@ -75,7 +75,7 @@ def _promote(call: Callable[..., Any], *tensors: Any) -> tuple[Tensor, ...]:
 
 
 def _rebalance_on_cuda(call: Callable[..., Any], *tensors: Any) -> None:
-    """With scratch for as many rows as change at once, and a plan in which no row changes yet."""
+    """Allocate scratch for the rows that change at once, and a plan in which no row changes."""
     rows, new, capacity, states, *free = tensors
     layers, _, slots = states.slot_pages.shape
     row_bytes = max(8 * layers * slots, 1)

@@ -106,7 +106,7 @@ def rebalance(
     num_free.copy_(free + dropped.sum() - gained.sum())
 
 
-def _served(asked: Tensor, room: Tensor) -> Tensor:
-    """What rows ``[M]`` get of what they ask for: all of it, until one asks beyond ``room``."""
+def _served(asked: Tensor, free: Tensor) -> Tensor:
+    """What rows ``[M]`` get of what they ask for: all of it, until one asks beyond ``free``."""
     asked = asked.clamp(min=0)
-    return torch.where(asked.cumsum(0) <= room, asked, 0)
+    return torch.where(asked.cumsum(0) <= free, asked, 0)

@@ -185,10 +185,10 @@ def gather_pages(
     """Copy page ``src_pages[r, i]`` to page ``dst_pages[r, i]`` wherever both are >= 0.
 
     Args:
-        src: ``[Psrc, Hs, S, D]`` or ``[L, Psrc, Hs, S, D]`` pages, any strides.
+        src: ``[Psrc, Hs, S, D]`` or ``[L, Psrc, Hs, S, D]`` pages, any dtype, any strides.
         src_pages: ``[R, K] int32``, on the CPU or on the device of a pool.
-        dst: ``[Pdst, Hd, S, D]`` or ``[L, Pdst, Hd, S, D]`` pages, any strides. Written to. Hd is
-            Hs, or 1: then row r gets head ``r % heads * Hs // heads``.
+        dst: ``[Pdst, Hd, S, D]`` or ``[L, Pdst, Hd, S, D]`` pages, dtype of ``src``, any strides.
+            Written to. Hd is Hs, or 1: then row r gets head ``r % heads * Hs // heads``.
         dst_pages: ``[R, K] int32``, on the CPU or on the device of a pool; no page twice.
         heads: rows per request.
 
