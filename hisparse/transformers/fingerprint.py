@@ -13,7 +13,7 @@ from hisparse.storage.fingerprint import fingerprint, model_settings, tensor_dig
 
 #: What a layer of PEFT applies, and how strongly.
 _ADAPTER_STATE: Final = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-#: Elements of each tensor that tell a write to all of it.
+#: Sampled elements of each tensor. They change if somebody writes the whole tensor.
 _SAMPLES: Final = 8
 #: Whose forward hooks change nothing: they record outputs, or move weights.
 _OWN_HOOKS: Final = ("transformers", "accelerate", "hisparse")

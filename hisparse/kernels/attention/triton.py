@@ -292,7 +292,7 @@ def _load_step(queries, pages, head, at, inside, live, const: tl.constexpr):
 
 @triton.jit
 def _weights(logits, highest):
-    """The exponentials of logits below the highest so far, which shrinks those before, and that."""
+    """exp(logit - highest so far), the factor that rescales earlier sums, and that highest."""
     top = tl.maximum(highest, tl.max(logits, axis=1))
     return tl.exp(logits - top[:, None]), tl.exp(highest - top)[:, None], top
 
