@@ -27,8 +27,8 @@ class DIPR(BaseSparseAlgorithm):
 
     AlayaDB's dynamic inner product range query. Heads and tasks that look at many tokens keep many,
     up to ``device_buffer_size``; others keep few. A page is kept if it is in range for any of the
-    heads that share the selection. Pages of one token give the paper's definition. The best
-    includes the tail page.
+    heads that share the selection. Pages of one token give the paper's definition. The largest q.k
+    includes the tail page's tokens.
 
     Attributes:
         beta: more than 0, in units of q.k before the softmax scale, as in the paper. None:
@@ -36,9 +36,9 @@ class DIPR(BaseSparseAlgorithm):
         alpha: in (0, 1); a token is left out if it weighs less in the softmax than this share of
             the heaviest token. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
             None: 0.01 unless ``beta`` is given.
-        index: what is searched. "sketch": the sketches of ``sketch``; a
-            page counts by the estimated sum of its tokens' weights. "flat": every key in host
-            memory, exactly; on a CPU only. A page counts by its heaviest token.
+        index: what is searched. "sketch": the page sketches of the algorithm ``sketch``; a page is
+            in range by the estimated sum of its tokens' weights. "flat": every key in host memory,
+            exactly, on a CPU only; a page is in range by its heaviest token.
     """
 
     variable_lengths: ClassVar[bool] = True
