@@ -220,15 +220,17 @@ def test_the_served_gate_compares_graphs_with_eager_steps() -> None:
     from hisparse_bench.server import Generation
     from tests.kernels.gpu import served
 
-    def gate(**ids: list[int]) -> str:
+    def gate(absent: str = "", **ids: list[int]) -> str:
         runs = {
             name: [Generation("", ids.get(name, [5, 6]), [1.0, 2.0, 2.5], 9, 0)] * 2
             for name in served.SERVERS
+            if name != absent
         }
         return served.cases_of(runs)[0].gate
 
     assert gate() == gate(sglang=[5, 9], dense=[5, 8]) == "passed"
     assert gate(graphs=[5, 7]) == gate(graphs_overlap=[5, 7]) == gate(dense=[6]) == "failed"
+    assert gate(absent="sglang") == gate(absent="dipr") == "failed"
     for config in filter(None, served.SERVERS.values()):
         flags = served.flags_of(config)
         HiSparseConfig.from_dict(json.loads(flags[flags.index("--hisparse-config") + 1]))

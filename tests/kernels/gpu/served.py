@@ -1,9 +1,11 @@
 """SGLang on a GPU, captured and with overlap: ``python -m tests.kernels.gpu.served [load]``.
 
-The model has the shapes of Llama-3.1-8B, four layers and random weights, so no hub is needed. The
-gate: the captured server gives the tokens of the eager one, and hisparse's dense path begins with
-those of SGLang's own backend. ``load`` serves all 32 layers to 8 long prompts at once instead,
-which takes 90 GB of the GPU and 70 GB of host memory. Prints the JSON of a benchmark.
+The model has the shapes of Llama-3.1-8B, four layers and random weights, so no hub is needed. All
+servers start at once, and are asked one after the other. The gate: each answers, the captured ones
+give the tokens of the eager one, and hisparse's dense path begins with those of SGLang's own
+backend. ``load`` serves all 32 layers to 8 long prompts at once instead, which takes 90 GB of the
+GPU and 70 GB of host memory. Prints the JSON of a benchmark, and to stderr a line for each server.
+Other arguments are flags of SGLang's own server, such as ``--attention-backend triton``.
 """
 
 from __future__ import annotations
@@ -13,14 +15,19 @@ import random
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from hisparse.errors import HiSparseError, one_line
 from hisparse_bench.report import Case, Report, Result
 from hisparse_bench.server import Generation, ServerProcess
 
 CONTEXT, TOKENS, BUDGET, REPEATS = 16384, 64, 2048, 3
+#: The longest that servers may take to start, all at once.
+START_S = 120.0
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -51,12 +58,14 @@ SERVERS: Mapping[str, Mapping[str, Any] | None] = {
     "eager": {"cuda_graph": False, "overlap": False},
     "graphs": {"cuda_graph": True, "overlap": False},
     "graphs_overlap": {"cuda_graph": True, "overlap": True},
+    "dipr": {"algorithm": "dipr", "cuda_graph": True},
+    "quest": {"algorithm": "quest", "cuda_graph": True},
 }
 
 
 def flags_of(
     config: Mapping[str, Any] | None,
-    device: str = "cuda",
+    own: Sequence[str] = (),
     *,
     requests: int = 4,
     tokens: int = 4 * CONTEXT,
@@ -66,38 +75,60 @@ def flags_of(
 
     Args:
         config: settings of hisparse; None: SGLang's own backend.
-        device: of the server.
+        own: more flags of that backend.
         requests, tokens: the most at once.
         memory: what hisparse may take.
     """
-    flags = ["--device", device, "--dtype", "bfloat16", "--load-format", "dummy"]
+    flags = ["--device", "cuda", "--dtype", "bfloat16", "--load-format", "dummy"]
     flags += ["--skip-tokenizer-init", "--mem-fraction-static", "0.9", "--page-size", "16"]
     # A short start: three graphs, where SGLang would capture 36, and 58 for prompts.
     flags += ["--max-running-requests", str(requests), "--cuda-graph-max-bs-decode", str(requests)]
     flags += ["--disable-prefill-cuda-graph", "--max-total-tokens", str(tokens)]
     if config is None:
-        return flags
+        return [*flags, *own]
     settings = {"budget": BUDGET} | dict(memory) | dict(config)
     return [*flags, "--attention-backend", "hisparse", "--hisparse-config", json.dumps(settings)]
 
 
-def runs_of(model: Path, name: str) -> list[Generation]:
+def runs_of(server: ServerProcess) -> list[Generation]:
     """The first request of a server warms it up."""
     prompt = [7 * i % 31000 for i in range(CONTEXT)]
-    with ServerProcess(str(model), model / f"{name}.log", flags_of(SERVERS[name])) as server:
-        server.start({})
-        found = []
-        for _ in range(REPEATS + 1):
-            server.flush_cache()
-            found.append(server.stream(prompt, TOKENS))
+    found = []
+    for _ in range(REPEATS + 1):
+        server.flush_cache()
+        found.append(server.stream(prompt, TOKENS))
     return found
+
+
+def all_runs(model: Path, own: Sequence[str]) -> dict[str, list[Generation]]:
+    """Runs of the servers; without one that fails, whose error and end of the log are printed."""
+    runs = {}
+    logs = {name: model / f"{name}.log" for name in SERVERS}
+    with ThreadPoolExecutor(len(SERVERS)) as pool, ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(ServerProcess(str(model), logs[name], flags_of(config, own)))
+            for name, config in SERVERS.items()
+        }
+        starts = [pool.submit(server.start, {}) for server in servers.values()]
+        wait(starts, START_S)
+        for start, (name, server) in zip(starts, servers.items(), strict=True):
+            try:
+                start.result(timeout=0)
+                runs[name] = these = runs_of(server)
+                times = [f"{x.ttft_s * 1e3:.1f}+{x.time_per_token_s * 1e3:.2f} ms" for x in these]
+                print(f"{name}: {', '.join(times)}, {these[0].ids[:8]}", file=sys.stderr)
+            except (HiSparseError, HTTPException, OSError, LookupError, ValueError) as error:
+                end = logs[name].read_text(errors="replace").splitlines()[-20:]
+                print(f"{name}: {one_line(error)}", *end, sep="\n", file=sys.stderr)
+    return runs
 
 
 def cases_of(runs: Mapping[str, list[Generation]]) -> list[Case]:
     """Time to first token and time per token of every server."""
-    ids = {name: these[0].ids for name, these in runs.items()}
+    ids = {name: runs[name][0].ids if name in runs else [] for name in SERVERS}
     same = ids["graphs"] == ids["eager"] == ids["graphs_overlap"]
-    gate = "passed" if ids["eager"] and same and ids["dense"][:1] == ids["sglang"][:1] else "failed"
+    right = all(ids.values()) and same and ids["dense"][:1] == ids["sglang"][:1]
+    gate = "passed" if right else "failed"
     params = {"context": CONTEXT, "budget": BUDGET, "tokens": TOKENS, "layers": 4}
     return [
         Case(
@@ -113,10 +144,11 @@ def cases_of(runs: Mapping[str, list[Generation]]) -> list[Case]:
     ]
 
 
-def load_runs_of(model: Path, name: str) -> list[Generation]:
+def load_runs_of(model: Path, name: str, own: Sequence[str]) -> list[Generation]:
     """The answers to prompts that a server gets at once, after a short one."""
     flags = flags_of(
         SERVERS[name],
+        own,
         requests=LOAD_REQUESTS,
         tokens=LOAD_REQUESTS * (LOAD_CONTEXT + LOAD_TOKENS + 64),
         memory={"host_memory": "66GiB", "device_memory": "16GiB"},
@@ -154,18 +186,16 @@ def load_cases_of(runs: Mapping[str, list[Generation]]) -> list[Case]:
     ]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Exit code 0 if the gate passed. A server that does not start is an error, with its log."""
-    load = list(arguments) == ["load"]
+def main(arguments: list[str]) -> int:
+    """Exit code 0 if the gate passed."""
+    load, own = arguments[:1] == ["load"], [x for x in arguments if x != "load"]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         (model / "config.json").write_text(json.dumps(WHOLE_MODEL if load else MODEL))
         if load:
-            cases = load_cases_of(
-                {name: load_runs_of(model, name) for name in ("sglang", "graphs")}
-            )
+            cases = load_cases_of({n: load_runs_of(model, n, own) for n in ("sglang", "graphs")})
         else:
-            cases = cases_of({name: runs_of(model, name) for name in SERVERS})
+            cases = cases_of(all_runs(model, own))
     print(Report(command="bench serve", device="cuda", cases=cases).to_json())
     return 0 if cases[0].gate == "passed" else 1
 
