@@ -20,7 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
-from hisparse.cache.counters import COUNTERS, LAYER_COUNTERS
+from hisparse.cache.counters import COUNTERS, LAYER_COUNTERS, REQUESTS
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.options import StorageOptions, meanings
 from hisparse.registry import Registry
@@ -132,7 +132,8 @@ def _sglang() -> Iterator[str]:
         "labels `model_name` and\n`tp_rank`, and `dp_rank` with replicas. Names that end in "
         "`_total` are counters; all others are gauges.\nPages, selections and tokens are counted "
         "over layers and rows. A key in the second column adds the metric;\n`layer_metrics` also "
-        "adds the label `layer`."
+        "adds the label `layer`. `requests_total` has the label\n`choice` "
+        "([how it works](how-it-works.md#what-is-decided-for-a-request))."
     )
     yield _table(
         ("metric", "with", "meaning"),
@@ -144,6 +145,7 @@ def _metrics() -> Iterator[tuple[str, str, str]]:
     """Name in Prometheus, the key that adds it, and meaning of each metric."""
     for name, text in COUNTERS.items():
         yield f"{name}_total", "", text
+    yield "requests_total", "", REQUESTS
     for extension, cls in _built_in(EXTENSIONS):
         for name, text in cls.counters.items():
             yield f"{name}_total", f"`{extension}`", text

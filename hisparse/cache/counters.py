@@ -35,6 +35,10 @@ COUNTERS = {
     "prefill_read_bytes": "Bytes that prefill read from host memory",
     "written_bytes": "Bytes written to host memory",
 }
+#: What is decided for a request, each counted once a request: values of the label ``choice`` of
+#: ``hisparse:requests_total``, which :data:`REQUESTS` describes.
+CHOICES = ("resident", "streamed", "sparse", "reused")
+REQUESTS = "Requests by what was decided for them, each choice once a request"
 #: With ``layer_metrics``: the two numbers of each entry of :attr:`CacheStats.layers`.
 LAYER_COUNTERS = {
     "layer_hit_pages": "Pages of a layer that were found on the device",
@@ -44,10 +48,11 @@ LAYER_COUNTERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CacheStats:
-    """Totals since the start: those of :data:`COUNTERS`, and two more.
+    """Totals since the start: those of :data:`COUNTERS`, and three more.
 
     Attributes:
         extensions: totals of the extensions' own counters, by name.
+        choices: requests by :data:`CHOICES`.
         layers: ``hit_pages`` and ``miss_pages`` of each layer; empty without ``layer_metrics``.
     """
 
@@ -63,6 +68,7 @@ class CacheStats:
     prefill_read_bytes: int
     written_bytes: int
     extensions: Mapping[str, int]
+    choices: Mapping[str, int]
     layers: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -149,5 +155,6 @@ class Counters:
             prefill_read_bytes=totals["prefill_read_bytes"],
             written_bytes=totals["written_bytes"],
             extensions={name: totals[name] for name in self._names[len(_ON_DEVICE) :]},
+            choices={name: totals[name] for name in CHOICES},
             layers=tuple((hits, misses) for hits, misses in self._published_layers.tolist()),
         )

@@ -57,6 +57,8 @@ class PrefillBatch:
             residency.keep_pages(chunk.slot, chunk.host_pages)
             if engine.shareable is not None:
                 engine.shareable.prefill(chunk.start, chunk.host_pages)
+        reused = np.array([c.start * residency.is_cold(c.slot) for c in self.chunks])
+        engine.choices.add("reused", slots[reused > 0], reused[reused > 0])
         written = self.num_tokens * manager.host.format.token_bytes
         manager.counters.add("written_bytes", written)
         run: AttendLayer = partial(engine.prefill.run, self.chunks, self.host_slots)
@@ -183,6 +185,8 @@ class DecodeBatch:
     def _count(self, engine: SparseCoordinator, masks: ModeMasks, dense: ModeMasks | None) -> None:
         """Count a step and tell the extensions of it."""
         engine.modes.count(engine.manager.counters, self.seq_lens_cpu, masks, dense)
+        for choice, mask in engine.modes.choices(self.seq_lens_cpu, masks).items():
+            engine.choices.add(choice, self.slots_cpu[mask], self.seq_lens_cpu[mask])
         engine.before_step(self.slots_cpu, self.seq_lens_cpu, masks.sparse)
 
     def _undivided(self, engine: SparseCoordinator) -> DecodeStep:

@@ -14,6 +14,7 @@ from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeLayer, SelectionObserver
 from hisparse.engine.extensions.base import Components, Extension, overriding
+from hisparse.engine.modes import RequestChoices
 from hisparse.engine.prefill import Prefill, PrefillChunk
 from hisparse.engine.received import Build, RestoredPages, TransferredRequests
 from hisparse.types import IndexerInputs, PagedKV
@@ -65,6 +66,7 @@ class SparseCoordinator:
     Attributes:
         policy, algorithm, manager, representations, modes: the components.
         extensions: as given.
+        choices: counts what is decided for each request.
         decode: runs the layers of decode steps.
         prefill: runs the layers of prefills.
         shareable: which pages a store may take, or None without a store.
@@ -80,6 +82,8 @@ class SparseCoordinator:
         self.representations = components.representations
         self.modes = components.modes
         self.extensions = extensions
+        num_slots = len(self.manager.residency.capacities.live)
+        self.choices = RequestChoices(self.manager.counters, num_slots)
         ordered = tuple(extensions.values())
         self.decode = DecodeLayer(components, ordered)
         self.prefill = Prefill(components, ordered)
@@ -144,6 +148,7 @@ class SparseCoordinator:
         """Start a request in a request slot. Safe while an earlier forward is running."""
         self.manager.residency.begin(slot)
         self.representations.begin(slot)
+        self.choices.begin(slot)
         if self.shareable is not None:
             self.shareable.begin(slot)
 

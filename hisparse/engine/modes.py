@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 from hisparse.algorithms import DecodeStep, SelectionPolicy
 from hisparse.algorithms.step import AttentionMode
 from hisparse.cache import Counters
+from hisparse.cache.counters import CHOICES
 from hisparse.cache.formats import format_of
 
 
@@ -48,6 +49,40 @@ def divide(step: DecodeStep, masks: ModeMasks) -> dict[AttentionMode, DecodeStep
         for mode, mask in zip(modes, masks, strict=True)
         if mask.any()
     }
+
+
+class RequestChoices:
+    """Counts what is decided for requests: each choice when a request first gets it.
+
+    Args:
+        counters: count requests by choice.
+        num_slots: request slots.
+
+    Attributes:
+        observer: called with the request slot, the choice and its tokens, or None.
+    """
+
+    def __init__(self, counters: Counters, num_slots: int) -> None:
+        self._counters = counters
+        self._made = {choice: np.zeros(num_slots, dtype=np.bool_) for choice in CHOICES}
+        self.observer: Callable[[int, str, int], None] | None = None
+
+    def begin(self, slot: int) -> None:
+        """Start a request in a slot."""
+        for made in self._made.values():
+            made[slot] = False
+
+    def add(self, choice: str, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Count a choice of the requests in ``slots [B]``, made at ``tokens [B]``."""
+        made = self._made[choice]
+        if made[slots].all():
+            return
+        for slot, length in zip(slots.tolist(), tokens.tolist(), strict=True):
+            if not made[slot]:
+                made[slot] = True
+                self._counters.add(choice, 1)
+                if self.observer is not None:
+                    self.observer(slot, choice, length)
 
 
 class AttentionModes:
@@ -113,11 +148,10 @@ class AttentionModes:
             capacities: ``[B]``, device pages of each of its rows.
         """
         num_pages = (seq_lens - 1) // self._policy.kv.page_size
-        within_budget = num_pages <= self._policy.budget_pages
-        sparse = ~within_budget & (seq_lens > self._min_sparse_context)
+        sparse = ~self.is_dense(seq_lens)
         if sparse.any() and not self._policy.variable_lengths:
             # The selection of a short context holds all of its pages: one call serves all requests.
-            sparse |= within_budget
+            sparse |= num_pages <= self._policy.budget_pages
         fits = capacities >= num_pages
         return ModeMasks(sparse, ~sparse & fits, ~sparse & ~fits)
 
@@ -125,6 +159,19 @@ class AttentionModes:
         """Requests of ``seq_lens [B]`` tokens that attend their whole context in every layer."""
         within_budget = (seq_lens - 1) // self._policy.kv.page_size <= self._policy.budget_pages
         return within_budget | (seq_lens <= self._min_sparse_context)
+
+    def choices(self, seq_lens: np.ndarray, masks: ModeMasks) -> dict[str, np.ndarray]:
+        """What is decided for each request, ``[B] bool`` by choice; every request has exactly one.
+
+        A context within the budget is resident, also where one call selects for all requests.
+
+        Args:
+            seq_lens: ``[B] int64``, tokens of each request, the new one included.
+            masks: those of :meth:`of`.
+        """
+        dense = self.is_dense(seq_lens)
+        resident = dense & ~masks.streamed
+        return {"resident": resident, "streamed": masks.streamed, "sparse": ~dense}
 
     def runs(self, seq_lens: np.ndarray, capacities: np.ndarray) -> Runs:
         """Which drafts can be served in one step.

@@ -76,6 +76,8 @@ class MetricsReporter:
         self._last_log = time.monotonic()
         self._last_publish = 0.0
         self._last_faults = dict.fromkeys(_FAULTS, 0)
+        if logger.isEnabledFor(logging.DEBUG):
+            self._coordinator.choices.observer = self._log_choice
 
     def report(self, *, now: bool = False) -> None:
         """Publish and log the statistics if enough time has passed.
@@ -93,6 +95,15 @@ class MetricsReporter:
         if time_s - self._last_log >= _LOG_INTERVAL_S:
             self._last_log = time_s
             self._log(self._coordinator.stats())
+
+    def _log_choice(self, slot: int, choice: str, tokens: int) -> None:
+        """Log what was decided for a request of this forward; a busy server has many requests."""
+        session, manager = self._session, self._coordinator.manager
+        assert session.slots_cpu is not None, "SGLang creates the forward batch first"
+        request = session.requests[session.slots_cpu.tolist().index(slot)]
+        held = int(manager.residency.capacities.held[slot]) * manager.host.kv.page_size
+        text = "hisparse: request %s: %s, %d tokens, device pages of %d tokens in each row"
+        logger.debug(text, request.rid, choice, tokens, held)
 
     def _warn(self, stats: CacheStats) -> None:
         """Log what the algorithm did wrong since the last call."""

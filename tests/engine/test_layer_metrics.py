@@ -1,4 +1,4 @@
-"""Hits and misses of each layer: counted if asked for, and otherwise at no cost."""
+"""Hits and misses of each layer, if asked for, and what is decided for each request."""
 
 from __future__ import annotations
 
@@ -54,3 +54,48 @@ def test_a_step_has_no_operation_more_unless_they_are_asked_for() -> None:
     assert more.pop("aten.copy_.default") == 1
     views = ("aten.select.int", "aten.unbind.int")
     assert all(name in views for name in more)
+
+
+@pytest.mark.parametrize("kind", [Simulator, ReplayingSimulator])
+@pytest.mark.parametrize("settings", [{}, {"min_sparse_context": 100}], ids=["budget", "dense"])
+def test_each_choice_is_counted_once_a_request(
+    kind: type[Simulator], settings: dict[str, int]
+) -> None:
+    """Requests grow beyond the budget, and beyond their device pages; one reuses a prefix."""
+    sim = kind(max_row=64, **settings)
+    got: list[tuple[int, str, int]] = []
+    expected: list[tuple[int, str, int]] = []
+    sim.coordinator.choices.observer = lambda *each: got.append(each)
+
+    def decode(*requests: Request) -> None:
+        sim.decode(*requests)
+        for request in requests:
+            pages = (request.done - 1) // sim.page_size
+            held = sim.manager.residency.capacities.held[request.slot]
+            choice = "resident" if pages <= held else "streamed"
+            if pages >= sim.budget // sim.page_size and request.done > sim.min_sparse_context:
+                choice = "sparse"
+            if all(each[:2] != (request.slot, choice) for each in expected):
+                expected.append((request.slot, choice, request.done))
+
+    one, two = sim.request(1, 190, seed=1, prompt=75), sim.request(2, 60, seed=2)
+    sim.prefill((one, 40), (two, 6))
+    sim.prefill((one, 35))
+    for _ in range(34):
+        decode(one, two)
+    three = sim.request(3, 190, seed=3, like=one, shared=64)
+    expected.append((3, "reused", 64))
+    sim.prefill((three, 26))
+    sim.prefill((three, 10))
+    decode(three, one)
+    sim.end(one)
+    before = list(expected)
+    expected.clear()
+    again = sim.request(1, 190, seed=4)
+    sim.prefill((again, 110))
+    decode(again)
+    assert expected == [(1, "sparse", 111)], "a slot's next request is counted too"
+    assert sorted(got) == sorted(before + expected)
+    assert +Counter(sim.coordinator.stats().choices) == Counter(choice for _, choice, _ in got)
+    names = {"resident", "sparse", "reused"} | ({"streamed"} if settings else set())
+    assert {choice for _, choice, _ in got} == names

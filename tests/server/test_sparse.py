@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ BUDGET = SPARSE["budget"]
 def running(log_dir: Path) -> Iterator[Server]:
     flags = ("--max-total-tokens", "40000", "--max-running-requests", "8")
     log = log_dir / "sparse.log"
+    flags += ("--log-level", "debug")
     with Server(tiny_model("llama"), log, *flags, config=SPARSE) as server:
         yield server
 
@@ -155,6 +157,41 @@ def test_hits_and_misses_add_up_to_the_pages_selected(server: Server, together: 
     assert written == 50 * len(lengths) * TOKEN_BYTES
     assert hits + misses == pages
     assert selected == pages * PAGE + tails
+
+
+def test_what_is_decided_for_each_request_is_counted_and_logged(server: Server) -> None:
+    """In one batch: a short one, one that grows beyond the budget, a long one, a shared prefix."""
+    shared = tokens(1500, seed=21)
+    server.generate(shared, 1)
+    prompts = {
+        "short": tokens(50, seed=22),
+        "grows": tokens(120, seed=23),
+        "long": tokens(801, seed=24),
+        "part": shared[:800] + tokens(300, seed=25),
+    }
+    before = server.counted_by("choice", "requests")
+    with ThreadPoolExecutor(4) as threads:
+        ask = [threads.submit(server.generate, ids, 40, rid=rid) for rid, ids in prompts.items()]
+    assert [reply.result().cached for reply in ask] == [0, 0, 0, 800]
+    after = server.counted_by("choice", "requests")
+    assert {choice: after[choice] - before[choice] for choice in after} == {
+        "resident": 2, "streamed": 0, "sparse": 3, "reused": 1,
+    }  # fmt: skip
+    line = r"hisparse: request (\w+): (\w+), (\d+) tokens, device pages of (\d+) tokens in each row"
+    logged = {
+        (rid, choice, int(n)): int(pages)
+        for rid, choice, n, pages in re.findall(line, server.log())
+    }
+    ours = {each: pages for each, pages in logged.items() if each[0] in prompts}
+    assert set(ours) == {
+        ("short", "resident", 51),
+        ("grows", "resident", 121),
+        ("grows", "sparse", 129),
+        ("long", "sparse", 802),
+        ("part", "reused", 800),
+        ("part", "sparse", 1101),
+    }
+    assert min(ours.values()) >= SPARSE["device_buffer_size"]
 
 
 def test_every_panel_of_the_dashboard_has_data(server: Server, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hisparse.cache.counters import COUNTERS, LAYER_COUNTERS, CacheStats
+from hisparse.cache.counters import CHOICES, COUNTERS, LAYER_COUNTERS, REQUESTS, CacheStats
 from hisparse.sglang import features
 from hisparse.sglang.features.base import Feature, Start
 from hisparse.sglang.metrics import GAUGES, gauge_values
@@ -55,11 +55,12 @@ class _Publisher:
             texts |= feature.counters
         labels = {"model_name": get_serving().served_model_name, **_rank_labels()}
         names = list(labels)
-        self._published = dict.fromkeys(texts, 0)
+        by_choice = Counter("hisparse:requests", REQUESTS, [*names, "choice"])
         self._counters = {
             name: Counter(f"hisparse:{name}", text, names).labels(**labels)
             for name, text in texts.items()
-        }
+        } | {choice: by_choice.labels(**labels, choice=choice) for choice in CHOICES}
+        self._published = dict.fromkeys(self._counters, 0)
         layers = session.coordinator.stats().layers
         by_layer = [
             Counter(f"hisparse:{name}", text, [*names, "layer"])
@@ -81,7 +82,7 @@ class _Publisher:
     def publish(self, stats: CacheStats) -> None:
         """Add what was counted since the last call."""
         session = self._session
-        values: Mapping[str, int] = vars(stats) | dict(stats.extensions)
+        values: Mapping[str, int] = vars(stats) | dict(stats.extensions) | dict(stats.choices)
         for feature in self._features:
             values = {**values, **feature.totals(session)}
         for name, counter in self._counters.items():
