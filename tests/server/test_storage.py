@@ -26,8 +26,10 @@ from settings import DSA, ROOMY, SPARSE, TWO_RANKS
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
+from hisparse.demo.document import text as document
 from hisparse.transformers import DB
 from tests.storage.pages import page_files
+from tests.transformers.hf_models import Characters, run_program
 
 FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "4")
 PROMPT = PROMPTS.prompts[5]
@@ -175,6 +177,29 @@ def test_a_server_and_the_library_read_each_others_pages(
         # Of the other front end's pages, or of its own, which are the beginning.
         assert answer.cached == (CACHED if shared else 800)
         assert server.counted("storage_failed_loads") == (0,)
+
+
+@more
+@pytest.mark.parametrize("index", few(["sketch", "flat"], "flat"))
+def test_the_program_of_the_docs_on_a_servers_store(
+    index: str, log_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what the running server has computed, and the server what it has stored."""
+    text = Characters()(document()[:400], "pt").input_ids[0].tolist()
+    config = SPARSE | {"algorithm": "dipr", "algorithm_config": {"index": index}}
+    config["device_buffer_size"] = 2 * config["budget"]
+    with start(log_dir, f"program-{index}", tmp_path, config) as server:
+        ask_and_store(server, text, 400 // 16)
+        ran = run_program(monkeypatch, tmp_path, {"index": index})
+        assert ran["session"].cache.stats().choices == {
+            "resident": 0, "streamed": 0, "sparse": 2, "reused": 2,
+        }  # fmt: skip
+        ids = ran["ids"][0].tolist()
+        server.flush_cache()
+        answer = server.generate(ids, 8)
+        assert ran["out"][0].tolist() == ids + answer.ids
+        assert answer.cached == (len(ids) - 1) // 16 * 16 > 400
+        assert server.counted("storage_loaded_pages", "storage_failed_loads") == (len(ids) // 16, 0)
 
 
 @more

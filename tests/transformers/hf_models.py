@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from hisparse.transformers import HiSparseCache
 from tests.server.tiny_models import VOCAB, tiny_model
 
+DOCS = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
 #: A budget and a row capacity far below the tests' contexts.
 SMALL = {"budget": 96, "device_buffer_size": 128, "max_row_capacity": 128, "checked": True}
 #: A budget above every context of the tests.
@@ -41,6 +47,43 @@ def prompt(length: int, seed: int, batch: int = 1) -> Tensor:
     """``[batch, length]`` random token ids."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCAB, (batch, length), generator=rng)
+
+
+class Characters:
+    """Stands for a tokenizer: a token for each character."""
+
+    def __call__(self, text: str, return_tensors: str) -> Any:
+        ids = torch.tensor([[2 + ord(letter) % 500 for letter in text]])
+        return SimpleNamespace(input_ids=ids)
+
+
+def run_program(
+    monkeypatch: pytest.MonkeyPatch, store: Path, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run the program about ``DB`` of docs/transformers.md with a tiny model; its variables.
+
+    The text is shorter, but has more tokens for its budget.
+
+    Args:
+        monkeypatch: of the test.
+        store: folder, in place of the page's.
+        options: of the algorithm.
+    """
+    (program,) = re.findall(r"```python\n(from transformers.*?)```", DOCS, re.DOTALL)
+    assert len([line for line in program.splitlines() if line]) <= 20
+    monkeypatch.setattr("hisparse.eval.models.resolve", lambda name: tiny_model("llama"))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda folder: Characters())
+    given = {
+        "[:4000]": "[:400]",
+        '"contexts"': repr(str(store)),
+        '"budget": 256': f'"budget": 128, "algorithm_config": {dict(options)}',
+    }
+    for old, new in given.items():
+        assert program.count(old) == 1
+        program = program.replace(old, new)
+    variables: dict[str, Any] = {}
+    exec(program, variables)
+    return variables
 
 
 def left_padded(lengths: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:

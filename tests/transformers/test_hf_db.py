@@ -6,22 +6,34 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from hisparse.errors import CapacityError, ConfigError, HiSparseError
 from hisparse.transformers import DB, HiSparseCache, Session, disable
 from hisparse.transformers.rows import RowStore
 from tests.server.tiny_models import tiny_model
-from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, model, prompt
+from tests.transformers.hf_models import (
+    DOCS,
+    GREEDY,
+    ROOMY,
+    SMALL,
+    continuation,
+    model,
+    prompt,
+    run_program,
+)
 
-DOCS = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+#: Both indexes.
+DIPR = {
+    index: SMALL | {"algorithm": "dipr", "algorithm_config": {"index": index}}
+    for index in ("sketch", "flat")
+}
 SIZES = {"max_length": 400, "max_batch_size": 3}
 DOCUMENT, QUESTION, OTHER = (prompt(n, seed=n)[0] for n in (160, 21, 50))
 #: Whole pages of 16 tokens, with two tokens after them.
@@ -104,8 +116,8 @@ def test_kernels_get_the_numbers_of_loaded_pages_on_the_device(
 
 @pytest.mark.parametrize(
     "settings",
-    [ROOMY, SMALL],
-    ids=["dense", "sparse"],
+    [ROOMY, SMALL, *DIPR.values()],
+    ids=["dense", "sparse", *DIPR],
 )
 def test_tokens_are_those_of_a_computed_prefix(
     settings: dict[str, Any], net: Any, tmp_path: Path
@@ -358,7 +370,11 @@ def test_a_copy_of_a_page_is_as_exact_as_the_page(net: Any, db: DB) -> None:
         assert forked.store(torch.cat([out[0, :-1], OTHER])).num_tokens == 144
 
 
-def test_an_engine_that_runs_its_own_layers(net: Any, db: DB) -> None:
+@pytest.mark.parametrize("settings", [SMALL, *DIPR.values()], ids=["default", *DIPR])
+def test_an_engine_that_runs_its_own_layers(
+    settings: dict[str, Any], net: Any, tmp_path: Path
+) -> None:
+    db = DB(tmp_path, net, settings, **SIZES)
     compute(net, db, DOCUMENT)
     calls: list[tuple[Tensor, ...]] = []
     session, _ = db.create_session(ASKED)
@@ -383,6 +399,7 @@ def test_an_engine_that_runs_its_own_layers(net: Any, db: DB) -> None:
         own.attention(q[:, :, :0], 0)
     own.close()
     session.close()
+    db.close()
 
 
 def test_several_sessions_are_one_batch(net: Any, db: DB) -> None:
@@ -457,25 +474,16 @@ def test_wrong_arguments_are_one_line(net: Any, db: DB, tmp_path: Path) -> None:
         DB(tmp_path / "new", net.config, SMALL, **SIZES)
 
 
-class Characters:
-    """Stands for a tokenizer: a token for each character."""
-
-    def __call__(self, text: str, return_tensors: str) -> Any:
-        ids = torch.tensor([[2 + ord(letter) % 500 for letter in text]])
-        return SimpleNamespace(input_ids=ids)
-
-
+@pytest.mark.parametrize("index", ["sketch", "flat"])
 def test_the_program_of_the_docs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a tiny model, which has more tokens in the same text."""
-    (program,) = re.findall(r"```python\n(from transformers.*?)```", DOCS, re.DOTALL)
-    printed = re.search(r"has stored:\n\n```\n(.*?)```", DOCS, re.DOTALL)[1]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hisparse.eval.models.resolve", lambda name: tiny_model("llama"))
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda folder: Characters())
-    exec(program.replace("[:4000]", "[:400]").replace("1024", "128"), {})
-    first, second = capsys.readouterr().out.splitlines()
-    assert re.sub(r"\d+", "N", first + "\n" + second + "\n") == re.sub(r"\d+", "N", printed)
+    printed = re.search(r"decode sparsely:\n\n```\n(.*?)\n```", DOCS, re.DOTALL)[1]
+    run_program(monkeypatch, tmp_path / "store", {"index": index})
+    first, second, choices = capsys.readouterr().out.splitlines()
+    assert choices == printed.splitlines()[2]
+    got = re.sub(r"\d+", "N", f"{first}\n{second}")
+    assert got == re.sub(r"\d+", "N", printed.rpartition("\n")[0])
     assert first.split()[0] == first.split()[2] > second.split()[0]
     assert int(second.split()[0]) < 60
