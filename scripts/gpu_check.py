@@ -94,10 +94,13 @@ BENCHES = {
         )
         for batch in (1, 8)
     },
-    "decode 128k x 8 quest": (
-        _KERNELS,
-        [*_DECODE, "--context", "131072", "--batch", "8", "--algorithm", "quest"],
-    ),
+    **{
+        f"decode 128k x {batch} {name}": (
+            _KERNELS,
+            [*_DECODE, "--context", "131072", "--batch", str(batch), "--algorithm", name],
+        )
+        for name, batch in (("quest", 8), ("dipr", 1), ("dipr", 8))
+    },
     "step 32k": (
         [*_KERNELS, "overlap"],
         ["step", "--dtype", "bfloat16", "--context", "32768", "--batch", "4"],
@@ -259,15 +262,14 @@ def run_served(name: str, check: Check) -> None:
     if importlib.util.find_spec("sglang") is None:
         check.skip(f"bench {name}", "sglang is not installed")
         return
-    module = ["-m", "tests.kernels.gpu.served"]
-    check.run(f"bench {name}", [sys.executable, *module, *name.split()[1:]], 440)
+    command = [sys.executable, "-m", "tests.kernels.gpu.served", *name.split()[1:]]
+    check.run(f"bench {name}", command, 440)
 
 
 def run_bench(name: str, check: Check) -> None:
     """A benchmark, unless tests that it stands on have failed in this run."""
     parts, arguments = BENCHES[name]
-    wrong = [part for part in parts if check.failed(part)]
-    if wrong:
+    if wrong := [part for part in parts if check.failed(part)]:
         check.skip(f"bench {name}", f"the tests of {', '.join(wrong)} did not pass")
         return
     command = [sys.executable, "-m", "hisparse", "bench", *arguments]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,8 @@ from hisparse.types import IndexerInputs, PagedKV
 from hisparse_bench.options import DEEPSEEK, ModelShape, Options
 from hisparse_bench.peers import (
     as_pages,
+    flash_attention_decode,
+    flash_mla_decode,
     flashinfer_decode,
     reason_to_leave_out,
     torch_native_decode,
@@ -26,13 +29,13 @@ from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case
 from hisparse_bench.timing import Candidate, kernel_times, timed_case
 
+#: Dense attention of a layer, queries ``[B, Hq, D]`` to ``[B, Hq, Dv]``.
+_Attend = Callable[[Tensor], Tensor]
 #: Tokens decoded to find the drift of the queries that gives the requested miss ratio.
 _CALIBRATION_TOKENS = 40
 _WARMUPS = 8
 #: Steps whose kernels are timed one by one, on a GPU.
 _PROFILED = 16
-#: FlashInfer's two decode kernels: whether each uses tensor cores.
-_FLASHINFER = {"flashinfer": False, "flashinfer_tensor_cores": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +175,7 @@ class DecodeWorkload:
         kv = requests.kv
         shape = (kv.num_layers, requests.batch, kv.num_q_heads, kv.head_dim)
         self._queries = torch.randn(shape, device=requests.device)
+        self._asked = self._queries.to(kv.dtype)
         self.drift = 0.3 if misses else 1.0
         self._layer = kv.num_layers - 1
         #: By layer; empty: the model has no indexer.
@@ -195,7 +199,7 @@ class DecodeWorkload:
     @property
     def query(self) -> Tensor:
         """The current layer's queries, ``[B, Hq, D]``."""
-        return self._queries[self._layer].to(self.requests.kv.dtype)
+        return self._asked[self._layer]
 
     def prepare(self, step: int) -> None:
         """Advance to the next layer, or to the first layer of the next token."""
@@ -208,6 +212,8 @@ class DecodeWorkload:
         self._begin_token()
         fresh = torch.randn_like(self._queries)
         self._queries = (1 - self.drift**2) ** 0.5 * self._queries + self.drift * fresh
+        # What is timed converts nothing, as the peers' queries are converted too.
+        self._asked = self._queries.to(self._asked.dtype)
 
     def decode(self, step: int) -> Tensor:
         """Attention of the current layer."""
@@ -250,10 +256,10 @@ class DecodeWorkload:
         return True
 
     def peers(self) -> dict[str, Candidate]:
-        """Dense attention over contiguous K/V: PyTorch's SDPA, SGLang's, and FlashInfer's."""
+        """Dense attention over contiguous K/V: SDPA, and what the device's libraries have."""
         requests = self.requests
         contexts = [requests.contiguous(layer) for layer in range(requests.kv.num_layers)]
-        scale, queries = requests.policy.scale, self._queries.to(requests.kv.dtype)
+        scale, queries = requests.policy.scale, self._asked
 
         def sdpa(step: int) -> Tensor:
             layer = step % len(contexts)
@@ -263,16 +269,11 @@ class DecodeWorkload:
             return scaled_dot_product_attention(q, k, v, scale=scale)
 
         found = {"sdpa": Candidate(sdpa)}
-        on_gpu = requests.device.type == "cuda"
-        if requests.kv.attention == "MLA":
-            others = _FLASHINFER if on_gpu else ["torch_native"]
-            self.left_out |= dict.fromkeys(others, "it is timed only for MHA and GQA")
-        elif on_gpu:
-            # With and without tensor cores: which is faster depends on the GPU.
-            pages = [as_pages(x, requests.kv.page_size) for x in contexts]
-            expected = sdpa(0).flatten(1, 2)
-            for name, tensor_cores in _FLASHINFER.items():
-                found |= self._flashinfer(name, tensor_cores, pages, queries, expected)
+        if requests.device.type == "cuda":
+            for name, make in self._gpu_peers(contexts).items():
+                found |= self._checked(name, make, sdpa(0))
+        elif requests.kv.attention == "MLA":
+            self.left_out["torch_native"] = "it is timed only for MHA and GQA"
         else:
             lens = torch.full((requests.batch,), requests.context)
             made = [torch_native_decode(kv, lens, scale) for kv in contexts]
@@ -280,26 +281,36 @@ class DecodeWorkload:
                 found["torch_native"] = _layer_by_layer(by_layer, queries)
         return found
 
-    def _flashinfer(
-        self,
-        name: str,
-        tensor_cores: bool,
-        pages: list[PagedKV],
-        queries: Tensor,
-        expected: Tensor,
-    ) -> dict[str, Candidate]:
-        """One of FlashInfer's kernels, unless its first layer is not as ``expected``."""
+    def _gpu_peers(self, contexts: Sequence[PagedKV]) -> dict[str, Callable[[], list[_Attend]]]:
+        """What makes the dense attention of each layer, by peer."""
         requests = self.requests
-        batch, heads = requests.batch, requests.kv.num_q_heads
-        by_layer: list[Callable[[Tensor], Tensor]] = []
+        batch, heads, scale = requests.batch, requests.kv.num_q_heads, requests.policy.scale
+        if requests.kv.attention == "MLA":
+            return {"flash_mla": lambda: [flash_mla_decode(kv, scale) for kv in contexts]}
+        pages = cache(lambda: [as_pages(kv, requests.kv.page_size) for kv in contexts])
+
+        def flashinfer(tensor_cores: bool) -> list[_Attend]:
+            how = {"tensor_cores": tensor_cores}
+            return [flashinfer_decode(kv, batch, heads, scale, **how) for kv in pages()]
+
+        # With and without tensor cores: which is faster depends on the GPU.
+        return {
+            "flashinfer": lambda: flashinfer(False),
+            "flashinfer_tensor_cores": lambda: flashinfer(True),
+            "flash_attention_3": lambda: [flash_attention_decode(kv, scale) for kv in contexts],
+        }
+
+    def _checked(
+        self, name: str, make: Callable[[], list[_Attend]], expected: Tensor
+    ) -> dict[str, Candidate]:
+        """A peer, unless its first layer is not as ``expected``, ``[B, Hkv, G, Dv]``."""
+        queries = self._asked
+        by_layer: list[_Attend] = []
 
         def agrees() -> bool:
-            for kv in pages:
-                scale = requests.policy.scale
-                made = flashinfer_decode(kv, batch, heads, scale, tensor_cores=tensor_cores)
-                by_layer.append(made)
-            got = by_layer[0](queries[0])
-            return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
+            by_layer.extend(make())
+            got, wanted = by_layer[0](queries[0]), expected.flatten(1, 2)
+            return torch.allclose(got.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
         if reason := reason_to_leave_out(agrees):
             self.left_out[name] = reason
@@ -307,7 +318,7 @@ class DecodeWorkload:
         return {name: _layer_by_layer(by_layer, queries)}
 
 
-def _layer_by_layer(by_layer: Sequence[Callable[[Tensor], Tensor]], queries: Tensor) -> Candidate:
+def _layer_by_layer(by_layer: Sequence[_Attend], queries: Tensor) -> Candidate:
     """Dense attention; each step runs the next layer."""
 
     def run(step: int) -> Tensor:

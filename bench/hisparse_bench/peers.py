@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hisparse.adapters.libraries import import_function
 from hisparse.errors import one_line
 from hisparse.types import PagedKV
 
@@ -26,6 +27,8 @@ def reason_to_leave_out(check: Callable[[], bool]) -> str:
 
 
 _WORKSPACE_BYTES = 256 << 20
+#: Tokens of a page of FlashMLA.
+_FLASH_MLA_PAGE = 64
 
 
 def as_pages(kv: PagedKV, page_size: int) -> PagedKV:
@@ -74,6 +77,58 @@ def flashinfer_decode(
         kv_data_type=dtype,
     )
     return lambda q: wrapper.run(q, tuple(pages))
+
+
+def flash_attention_decode(kv: PagedKV, scale: float) -> Callable[[Tensor], Tensor]:
+    """FlashAttention 3: a function ``q [B, Hq, D] -> [B, Hq, D]`` over whole contexts; CUDA only.
+
+    It reads K and V that are contiguous, so it need not look pages up.
+
+    Args:
+        kv: ``[B, Hkv, S, D]``, bfloat16 or float16.
+        scale: softmax scale.
+
+    Raises:
+        ImportError: FlashAttention 3 is not installed.
+    """
+    modules = ("sgl_kernel.flash_attn", "flash_attn_interface", "fa3_fwd_interface")
+    found = import_function("flash_attn_with_kvcache", *modules)
+    if isinstance(found, str):
+        raise ImportError(found)
+    keys, values = (x.transpose(1, 2) for x in kv)
+    length = torch.full((len(keys),), keys.shape[1], dtype=torch.int32, device=keys.device)
+    options = {"cache_seqlens": length, "softmax_scale": scale}
+    return lambda q: found(q[:, None], keys, values, **options)[:, 0]
+
+
+def flash_mla_decode(kv: PagedKV, scale: float) -> Callable[[Tensor], Tensor]:
+    """FlashMLA's dense kernel: a function ``q [B, Hq, Dk] -> [B, Hq, Dv]`` over whole contexts.
+
+    CUDA only.
+
+    Args:
+        kv: ``[B, 1, S, D]`` bfloat16; values are the first columns of the keys, S a multiple of 64.
+        scale: softmax scale.
+
+    Raises:
+        ImportError: FlashMLA is not installed.
+    """
+    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+    batch, _, length, width = kv.k.shape
+    pages = kv.k.view(-1, _FLASH_MLA_PAGE, 1, width)
+    device, per_request = kv.k.device, length // _FLASH_MLA_PAGE
+    table = torch.arange(len(pages), dtype=torch.int32, device=device).view(batch, per_request)
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+    plan = get_mla_metadata()[0]
+    options = {"softmax_scale": scale, "use_legacy": True}
+
+    def decode(q: Tensor) -> Tensor:
+        given = (q[:, None], pages, table, lengths, kv.v.shape[-1], plan)
+        out: Tensor = flash_mla_with_kvcache(*given, **options)[0]
+        return out[:, 0]
+
+    return decode
 
 
 def fused_swap_in(
