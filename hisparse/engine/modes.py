@@ -75,14 +75,13 @@ class RequestChoices:
     def add(self, choice: str, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Count a choice of the requests in ``slots [B]``, made at ``tokens [B]``."""
         made = self._made[choice]
-        if made[slots].all():
-            return
-        for slot, length in zip(slots.tolist(), tokens.tolist(), strict=True):
-            if not made[slot]:
+        for at in np.flatnonzero(~made[slots]).tolist():
+            slot = int(slots[at])
+            if not made[slot]:  # A chain of drafts names its request several times.
                 made[slot] = True
                 self._counters.add(choice, 1)
                 if self.observer is not None:
-                    self.observer(slot, choice, length)
+                    self.observer(slot, choice, int(tokens[at]))
 
 
 class AttentionModes:

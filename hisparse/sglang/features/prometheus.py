@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from hisparse.cache.counters import CHOICES, COUNTERS, LAYER_COUNTERS, REQUESTS, CacheStats
@@ -56,22 +56,22 @@ class _Publisher:
         labels = {"model_name": get_serving().served_model_name, **_rank_labels()}
         names = list(labels)
         by_choice = Counter("hisparse:requests", REQUESTS, [*names, "choice"])
-        self._counters = {
+        by_layer = [
+            (name, Counter(f"hisparse:{name}", text, [*names, "layer"]))
+            for name, text in LAYER_COUNTERS.items()
+            if session.coordinator.stats().layers
+        ]
+        #: By name, or by name and the value of a label.
+        self._counters: dict[Any, Counter] = {
             name: Counter(f"hisparse:{name}", text, names).labels(**labels)
             for name, text in texts.items()
-        } | {choice: by_choice.labels(**labels, choice=choice) for choice in CHOICES}
+        }
+        for choice in CHOICES:
+            self._counters["choice", choice] = by_choice.labels(**labels, choice=choice)
+        for name, counter in by_layer:
+            for layer in session.layer_ids:
+                self._counters[name, layer] = counter.labels(**labels, layer=layer)
         self._published = dict.fromkeys(self._counters, 0)
-        layers = session.coordinator.stats().layers
-        by_layer = [
-            Counter(f"hisparse:{name}", text, [*names, "layer"])
-            for name, text in LAYER_COUNTERS.items()
-            if layers
-        ]
-        #: Of each layer: its counters, and what they have counted.
-        self._layers: list[tuple[list[Any], tuple[int, int]]] = []
-        for layer, _ in zip(session.layer_ids, layers, strict=False):
-            own = [counter.labels(**labels, layer=layer) for counter in by_layer]
-            self._layers.append((own, (0, 0)))
         self._gauges = {
             name: Gauge(f"hisparse:{name}", text, names, multiprocess_mode="mostrecent").labels(
                 **labels
@@ -82,18 +82,15 @@ class _Publisher:
     def publish(self, stats: CacheStats) -> None:
         """Add what was counted since the last call."""
         session = self._session
-        values: Mapping[str, int] = vars(stats) | dict(stats.extensions) | dict(stats.choices)
+        values: dict[Any, int] = {**vars(stats), **stats.extensions}
+        values |= {("choice", choice): number for choice, number in stats.choices.items()}
+        for layer, pages in zip(session.layer_ids, stats.layers, strict=False):
+            values |= {(n, layer): x for n, x in zip(LAYER_COUNTERS, pages, strict=True)}
         for feature in self._features:
-            values = {**values, **feature.totals(session)}
+            values |= feature.totals(session)
         for name, counter in self._counters.items():
             counter.inc(values[name] - self._published[name])
             self._published[name] = values[name]
-        for layer, ((counters, before), pages) in enumerate(
-            zip(self._layers, stats.layers, strict=True)
-        ):
-            for counter, old, new in zip(counters, before, pages, strict=True):
-                counter.inc(new - old)
-            self._layers[layer] = (counters, pages)
         for name, value in gauge_values(stats, session.coordinator, self._allocator).items():
             self._gauges[name].set(value)
 
