@@ -106,7 +106,8 @@ def round_outward(x: Tensor, dtype: torch.dtype, *, up: bool) -> Tensor:
 
 
 def _round_outward_fp8(x: Tensor, up: bool) -> Tensor:
-    nearest = x.contiguous().to(torch.float8_e4m3fn)
+    # Some versions of PyTorch make NaN of what is beyond; the step makes NaN of it where it has to.
+    nearest = x.contiguous().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     read = nearest.float()
     short = read < x if up else read > x
     # One more in the bits is a step away from zero; a bound on the other side of zero steps
