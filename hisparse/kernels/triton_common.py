@@ -29,25 +29,6 @@ def shared_bytes(device: torch.device) -> int:
     return int(about.shared_memory_per_block_optin)
 
 
-def early_launch(device: torch.device) -> dict[str, bool]:
-    """Options of a launch that may begin before the one in front of it has ended; {}: it may not.
-
-    On the GPUs on which the CUDA kernels do (csrc/launch.h). The kernel waits itself, by
-    :func:`wait_for_earlier_launches`, before it reads or writes memory.
-    """
-    if INTERPRETED or device.type != "cuda":
-        return {}
-    return {"launch_pdl": True} if torch.cuda.get_device_capability(device)[0] in (9, 10) else {}
-
-
-@triton.jit
-def wait_for_earlier_launches(EARLY: tl.constexpr):
-    """Wait for what earlier launches wrote, then let the next launch begin."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
 def require_dense_rows(**tensors: Tensor | None) -> None:
     """Require that kernels can read rows of tensors without a stride; None is passed over.
 

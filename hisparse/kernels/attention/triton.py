@@ -27,14 +27,12 @@ from hisparse.kernels.triton_common import (
     LARGEST_SHARED,
     cap_logits,
     dot_block,
-    early_launch,
     existing,
     key_blocks,
     require_dense_rows,
     rounded,
     same_places,
     shared_bytes,
-    wait_for_earlier_launches,
 )
 from hisparse.types import AttentionRule, StoredKV
 
@@ -62,7 +60,6 @@ class _AttendConstants(NamedTuple):
     merged: int  # splits that a program merges at once
     logit_cap: float  # see :class:`hisparse.types.AttentionRule`; 0: none
     window: int  # tokens of the rule's window; 0: none
-    early: bool  # whether programs begin before the launch in front of them has ended
 
 
 def paged_attention(
@@ -117,7 +114,6 @@ def paged_attention(
         (rule.scale, queries, splits, page_table.shape[1] * const.size, kv.k.shape[0]),
         const._replace(tokens=tokens, split=splits > 1),
         **options,
-        **early_launch(query.device),
     )
     return out, lse
 
@@ -144,7 +140,6 @@ def _constants(query: Tensor, kv: StoredKV, rule: AttentionRule) -> _AttendConst
         merged=merged_at_once(members * blocks["value_block"]),
         logit_cap=float(rule.logit_cap),
         window=rule.window,
-        early=bool(early_launch(query.device)),
     )
 
 
@@ -324,7 +319,6 @@ def _attend_kernel(
     numbers,  # softmax scale, Q, splits, tokens of the page table, N
     const: tl.constexpr,
 ):
-    wait_for_earlier_launches(const.early)
     table, table_row, table_entry, seq_lens = rows
     QUERIES: tl.constexpr = const.queries
     TOKENS: tl.constexpr = const.tokens
@@ -356,7 +350,8 @@ def _attend_kernel(
         logits, v = _load_step(q, pages, head, at, inside, live, const)
         logits *= numbers[0]
         if const.scaled:
-            spot = scales[0] + at * scales[1] + head * scales[2] + inside * scales[3]
+            scale_data, scale_page, scale_head, scale_token = scales
+            spot = scale_data + at * scale_page + head * scale_head + inside * scale_token
             logits *= _load_scale(spot, live)[None, :]
         if const.logit_cap > 0:
             logits = cap_logits(logits, const.logit_cap)

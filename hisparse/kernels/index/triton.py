@@ -12,7 +12,6 @@ from hisparse.kernels.triton_common import (
     INTERPRETED,
     dot_block,
     dot_parts,
-    early_launch,
     existing,
     from_e4m3,
     num_parts,
@@ -20,7 +19,6 @@ from hisparse.kernels.triton_common import (
     reads_e4m3,
     require_dense_rows,
     rounded,
-    wait_for_earlier_launches,
 )
 from hisparse.types import IndexerInputs
 
@@ -36,7 +34,6 @@ class _ScoreConstants(NamedTuple):
     parts: int  # numbers that a query's number is split into, see :func:`num_parts`
     fp8: bool  # whether stored keys are float8_e4m3fn
     as_bytes: bool  # whether these are converted in registers
-    early: bool  # whether programs begin before the launch in front of them has ended
 
 
 class _StoreConstants(NamedTuple):
@@ -62,7 +59,7 @@ def index_score(
     require_dense_rows(keys=keys)
     fp8 = keys.dtype == torch.float8_e4m3fn
     as_bytes = fp8 and not reads_e4m3(keys.device)
-    narrow, early = torch.float16 if fp8 else keys.dtype, early_launch(keys.device)
+    narrow = torch.float16 if fp8 else keys.dtype
     tokens, num_warps = _tokens_and_warps(keys.dtype, as_bytes)
     _score_kernel[(triton.cdiv(width, tokens), batch)](
         (new.queries, *new.queries.stride()),
@@ -86,10 +83,8 @@ def index_score(
             parts=num_parts(new.queries.dtype, narrow),
             fp8=fp8,
             as_bytes=as_bytes,
-            early=bool(early),
         ),
         num_warps=num_warps,
-        **early,
     )
     return scores
 
@@ -148,7 +143,6 @@ def _score_kernel(
     shape,  # P, host pages
     const: tl.constexpr,
 ):
-    wait_for_earlier_launches(const.early)
     query_data, query_token, query_head, query_dim = queries
     weight_data, weight_token, weight_head = weights
     key_data, key_page, scales = keys

@@ -11,13 +11,11 @@ from hisparse.kernels.quantize.triton import to_e4m3
 from hisparse.kernels.triton_common import (
     INTERPRETED,
     dot_parts,
-    early_launch,
     from_e4m3,
     num_parts,
     power_of,
     reads_e4m3,
     require_dense_rows,
-    wait_for_earlier_launches,
 )
 
 #: Channels of a warp at least: four a thread.
@@ -39,7 +37,6 @@ class _ScoreConstants(NamedTuple):
     fp8: bool  # whether summaries are float8_e4m3fn
     as_bytes: bool  # whether these are converted in registers
     scaled: bool  # whether they have scales
-    early: bool  # whether programs begin before the launch in front of them has ended
 
 
 class _SummaryConstants(NamedTuple):
@@ -79,7 +76,7 @@ def page_score(
     as_bytes = fp8 and not reads_e4m3(query.device)
     parts = num_parts(query.dtype, torch.float16 if fp8 else summaries.dtype)
     tile = _tile_sizes(dim, group, summaries.dtype, parts)
-    blocks, early = triton.cdiv(group, tile["queries"]), early_launch(query.device)
+    blocks = triton.cdiv(group, tile["queries"])
     _score_kernel[(triton.cdiv(width, tile["pages"]), kv_heads * blocks, batch)](
         (query, *query.stride()),
         (
@@ -100,12 +97,10 @@ def page_score(
             fp8=fp8,
             as_bytes=as_bytes,
             scaled=scales is not None,
-            early=bool(early),
             **tile,
         ),
         # Two more buffers of summaries would take the registers of two more blocks.
         num_stages=1,
-        **early,
     )
     return scores
 
@@ -157,7 +152,6 @@ def _score_kernel(
     scale,
     const: tl.constexpr,
 ):
-    wait_for_earlier_launches(const.early)
     query_data, query_request, query_head, query_dim = query
     summary_data, stride_page, stride_range, stride_head, scales = summaries
     table, stride_table, stride_entry, num_pages = host_pages
