@@ -5,7 +5,7 @@ The adapter uses SGLang's builds of FlashMLA's sparse kernel for bf16 latents
 The original does not, and changed the base between releases. FlashInfer's sparse MLA is not used:
 for bf16 it needs sm_100 and rejects rows without tokens.
 
-Written against sglang-kernel 0.4.10 and sgl-flash-mla 1.0.0; not yet run on a GPU.
+Written against sglang-kernel 0.4.10 and sgl-flash-mla 1.0.0, which has run on an H200.
 """
 
 import inspect
