@@ -104,6 +104,9 @@ def paged_attention(
     # Where there are no scales, none are read.
     scales = (seq_lens, 0, 0, 0) if kv.scales is None else (kv.scales, *kv.scales.stride()[:3])
     tokens, options = launch_options(const.first, kv.k.dtype, shared_bytes(query.device))
+    if const.logit_cap and kv.k.dtype != torch.float32:
+        # ptxas would rather spill up to 48 bytes than run a block less at once.
+        options.setdefault("maxnreg", 255)
     _attend_kernel[(splits, blocks, rows)](
         (query, *query.stride()),
         ((k, *k.stride()[:3]), (v, *v.stride()[:3])),

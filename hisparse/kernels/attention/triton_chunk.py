@@ -68,6 +68,9 @@ def chunk_attention(
     (block, step), options = chunk_options(
         blocks["first"], query.dtype if narrow else torch.float32, shared_bytes(query.device)
     )
+    if rule.logit_cap and narrow:
+        # As in `paged_attention`.
+        options.setdefault("maxnreg", 255)
     _chunk_kernel[(triton.cdiv(tokens * group, block), heads)](
         (query, *query.stride()),
         (k, *k.stride()[:2]),

@@ -101,6 +101,8 @@ def page_score(
         ),
         # Two more buffers of summaries would take the registers of two more blocks.
         num_stages=1,
+        # Of wide bfloat16 keys ptxas would spill 16 bytes to run eight blocks at once.
+        maxnreg=128 if tile["pages"] == 32 and not fp8 else None,
     )
     return scores
 
