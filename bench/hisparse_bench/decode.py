@@ -175,7 +175,7 @@ class DecodeWorkload:
         kv = requests.kv
         shape = (kv.num_layers, requests.batch, kv.num_q_heads, kv.head_dim)
         self._queries = torch.randn(shape, device=requests.device)
-        self._asked = self._queries.to(kv.dtype)
+        self._converted = self._queries.to(kv.dtype)
         self.drift = 0.3 if misses else 1.0
         self._layer = kv.num_layers - 1
         #: By layer; empty: the model has no indexer.
@@ -199,7 +199,7 @@ class DecodeWorkload:
     @property
     def query(self) -> Tensor:
         """The current layer's queries, ``[B, Hq, D]``."""
-        return self._asked[self._layer]
+        return self._converted[self._layer]
 
     def prepare(self, step: int) -> None:
         """Advance to the next layer, or to the first layer of the next token."""
@@ -213,7 +213,7 @@ class DecodeWorkload:
         fresh = torch.randn_like(self._queries)
         self._queries = (1 - self.drift**2) ** 0.5 * self._queries + self.drift * fresh
         # What is timed converts nothing, as the peers' queries are converted too.
-        self._asked = self._queries.to(self._asked.dtype)
+        self._converted = self._queries.to(self._converted.dtype)
 
     def decode(self, step: int) -> Tensor:
         """Attention of the current layer."""
@@ -259,7 +259,7 @@ class DecodeWorkload:
         """Dense attention over contiguous K/V: SDPA, and what the device's libraries have."""
         requests = self.requests
         contexts = [requests.contiguous(layer) for layer in range(requests.kv.num_layers)]
-        scale, queries = requests.policy.scale, self._asked
+        scale, queries = requests.policy.scale, self._converted
 
         def sdpa(step: int) -> Tensor:
             layer = step % len(contexts)
@@ -304,7 +304,7 @@ class DecodeWorkload:
         self, name: str, make: Callable[[], list[_Attend]], expected: Tensor
     ) -> dict[str, Candidate]:
         """A peer, unless its first layer is not as ``expected``, ``[B, Hkv, G, Dv]``."""
-        queries = self._asked
+        queries = self._converted
         by_layer: list[_Attend] = []
 
         def agrees() -> bool:

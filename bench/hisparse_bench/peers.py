@@ -112,10 +112,13 @@ def flash_mla_decode(kv: PagedKV, scale: float) -> Callable[[Tensor], Tensor]:
 
     Raises:
         ImportError: FlashMLA is not installed.
+        ValueError: S is no multiple of 64.
     """
     from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
     batch, _, length, width = kv.k.shape
+    if length % _FLASH_MLA_PAGE:
+        raise ValueError(f"got {length} tokens, expected a multiple of {_FLASH_MLA_PAGE}")
     pages = kv.k.view(-1, _FLASH_MLA_PAGE, 1, width)
     device, per_request = kv.k.device, length // _FLASH_MLA_PAGE
     table = torch.arange(len(pages), dtype=torch.int32, device=device).view(batch, per_request)
@@ -137,8 +140,9 @@ def fused_swap_in(
     """A function from ``selection [R, K] int32`` to buffer rows ``[R, K]`` and the device buffer.
 
     SGLang's own HiSparse: one fused kernel for bookkeeping and copies; CUDA only. Written after
-    SGLang 0.5.23's coordinator and not run on a GPU yet: the benchmark compares the pages that it
-    loads with the host pool and leaves it out if they differ.
+    SGLang 0.5.23's coordinator. The benchmark compares the pages that it loads with the host pool
+    and leaves it out if they differ. Its first run on a GPU ended with an illegal instruction, of
+    this kernel or of hisparse's.
 
     Args:
         host: ``[tokens, row bytes] uint8``, pinned.

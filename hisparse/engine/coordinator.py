@@ -146,9 +146,13 @@ class SparseCoordinator:
 
     def on_request_begin(self, slot: int) -> None:
         """Start a request in a request slot. Safe while an earlier forward is running."""
+        self.choices.begin(slot)
+        self.on_request_shortened(slot)
+
+    def on_request_shortened(self, slot: int) -> None:
+        """Forget device pages and the algorithm's state of a request that has lost tokens."""
         self.manager.residency.begin(slot)
         self.representations.begin(slot)
-        self.choices.begin(slot)
         if self.shareable is not None:
             self.shareable.begin(slot)
 

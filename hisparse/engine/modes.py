@@ -72,6 +72,10 @@ class RequestChoices:
         for made in self._made.values():
             made[slot] = False
 
+    def keep(self, slot: int) -> None:
+        """What the request in a slot goes on with is its own: it reuses nothing from now on."""
+        self._made["reused"][slot] = True
+
     def add(self, choice: str, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Count a choice of the requests in ``slots [B]``, made at ``tokens [B]``."""
         made = self._made[choice]

@@ -148,15 +148,20 @@ class RowStore:
         self.pages.free(self._table[_ranges(slots, self.num_pages(new_lengths), last)])
         self.lengths[slots] = new_lengths
 
-    def shrink(self, slots: np.ndarray, new_lengths: np.ndarray) -> None:
+    def shrink(self, slots: np.ndarray, new_lengths: np.ndarray, *, reused: bool = False) -> None:
         """Shorten the rows of ``slots [n]`` to ``new_lengths [n]`` tokens.
+
+        They stay the same rows, so no choice counts again. ``reused`` says that what is left comes
+        from a store.
 
         The rows lose their device pages, and algorithms forget their state of the request, which
         may depend on removed tokens. Representations of the remaining pages stay.
         """
         self._drop_pages(slots, new_lengths)
         for slot, length in zip(slots.tolist(), new_lengths.tolist(), strict=True):
-            self.coordinator.on_request_begin(slot)
+            self.coordinator.on_request_shortened(slot)
+            if not reused:
+                self.coordinator.choices.keep(slot)
             last = length // self.page_size
             if length % self.page_size and self.pages.is_shared(self._table[slot, last]):
                 self._copy_tail(slot)

@@ -78,7 +78,7 @@ class StoredPages:
         slots = self._rows.open(1, len(keys) * self.page_tokens)
         try:
             count = self._read(keys, self._pages(slots))
-            self._rows.shrink(slots, np.array([count * self.page_tokens]))
+            self._rows.shrink(slots, np.array([count * self.page_tokens]), reused=True)
             self._exact.set_exact(self._pages(slots))
             self._represent(slots)
         except BaseException:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.algorithms import ALGORITHMS
 from hisparse.cache.streams import Lane, Pending
 from hisparse.cache.swap_in import SwapIn
 from hisparse.kernels import sketch_score
+from hisparse.types import PagedKV
 from hisparse_bench import kernels, residency
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.options import Options
-from hisparse_bench.peers import reason_to_leave_out
+from hisparse_bench.peers import flash_attention_decode, flash_mla_decode, reason_to_leave_out
 from hisparse_bench.residency import DiffTablesBench, TransferBench, drifting_selections
 from tests.command import Command
 from tests.delayed import DelayedStreams
@@ -311,6 +315,41 @@ def test_a_peer_is_left_out_with_the_reason() -> None:
     assert reason_to_leave_out(lambda: False) == "its results differ"
     assert reason_to_leave_out(missing) == "not installed"
     assert reason_to_leave_out(broken) == "RuntimeError: wrong shape"
+
+
+def test_libraries_of_a_gpu_get_whole_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch stands in for FlashAttention 3 and FlashMLA, with the layouts that they document."""
+
+    def attend(q: Any, k: Any, v: Any, scale: float) -> Any:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(1, 2)
+
+    def flash_attention(q: Any, k: Any, v: Any, *, cache_seqlens: Any, softmax_scale: float) -> Any:
+        assert cache_seqlens.tolist() == [k.shape[1]] * len(q)
+        return attend(q, k, v, softmax_scale)
+
+    def flash_mla(
+        q: Any, pages: Any, table: Any, lengths: Any, width: int, plan: Any, **how: Any
+    ) -> Any:
+        assert plan == "plan" and how["use_legacy"] and pages.shape[1:3] == (64, 1)
+        k = pages[table.long()].flatten(1, 2)
+        assert lengths.tolist() == [k.shape[1]] * len(q)
+        return attend(q, k, k[..., :width], how["softmax_scale"]), None
+
+    three = SimpleNamespace(flash_attn_with_kvcache=flash_attention)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", three)
+    mla = SimpleNamespace(flash_mla_with_kvcache=flash_mla, get_mla_metadata=lambda: ("plan", None))
+    monkeypatch.setitem(sys.modules, "flash_mla", mla)
+    torch.manual_seed(0)
+    k, v, q = torch.randn(2, 2, 128, 16), torch.randn(2, 2, 128, 16), torch.randn(2, 6, 16)
+    expected = attend(q[:, None], k.transpose(1, 2), v.transpose(1, 2), 0.3)[:, 0]
+    torch.testing.assert_close(flash_attention_decode(PagedKV(k, v), 0.3)(q), expected)
+    latents = k[:, :1].contiguous()
+    expected = attend(q[:, None], latents.transpose(1, 2), latents[..., :8].transpose(1, 2), 0.3)
+    found = flash_mla_decode(PagedKV(latents, latents[..., :8]), 0.3)(q)
+    torch.testing.assert_close(found, expected[:, 0])
+    with pytest.raises(ValueError, match="got 100 tokens, expected a multiple of 64"):
+        flash_mla_decode(PagedKV(latents[:, :, :100], latents[:, :, :100]), 0.3)
 
 
 @pytest.mark.parametrize(

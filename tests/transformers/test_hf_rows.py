@@ -204,6 +204,20 @@ def test_a_crop_counts_columns_and_rows_lose_their_tokens_in_them(net: Any) -> N
     assert cache.get_seq_length() == 40
 
 
+def test_a_cropped_row_counts_no_choice_again(net: Any) -> None:
+    """It goes on with tokens of its own: it reuses nothing."""
+    ids = prompt(400, seed=9)
+    cache = enable(net, SMALL, max_batch_size=1, max_length=420)
+    with torch.no_grad():
+        net(ids, past_key_values=cache)
+        for _ in range(3):
+            net(ids[:, :1], past_key_values=cache)
+            cache.crop(-1)
+            net(ids[:, :5], past_key_values=cache)
+            cache.crop(-5)
+    assert {name: n for name, n in cache.stats().choices.items() if n} == {"sparse": 1}
+
+
 @pytest.mark.parametrize("columns", [1, 20], ids=["decode", "prefill"])
 def test_a_forward_that_failed_is_undone(net: Any, columns: int) -> None:
     """The last layer fails at a page's end, after other layers wrote and promoted pages."""

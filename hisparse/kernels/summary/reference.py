@@ -92,7 +92,7 @@ def round_outward(x: Tensor, dtype: torch.dtype, *, up: bool) -> Tensor:
 
     Args:
         x: ``float32``, any shape.
-        dtype: float32, bfloat16 or float8_e4m3fn; for the last, x has to be within +-448.
+        dtype: float32, bfloat16 or float8_e4m3fn, which has no number beyond 448: NaN.
         up: direction.
     """
     if dtype == torch.float32:
@@ -106,7 +106,8 @@ def round_outward(x: Tensor, dtype: torch.dtype, *, up: bool) -> Tensor:
 
 
 def _round_outward_fp8(x: Tensor, up: bool) -> Tensor:
-    # Some versions of PyTorch make NaN of what is beyond; the step makes NaN of it where it has to.
+    # Beyond, the outward step gives NaN, and the other bound stays 448. Some versions of PyTorch
+    # would make NaN of both.
     nearest = x.contiguous().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     read = nearest.float()
     short = read < x if up else read > x

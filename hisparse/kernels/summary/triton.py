@@ -263,7 +263,7 @@ def _outward(x, NARROW: tl.constexpr, UP: tl.constexpr):
 @triton.jit
 def _outward_e4m3(x, UP: tl.constexpr):
     """The e4m3 byte that is next to ``x`` and not below it if UP, else not above it."""
-    nearest = to_e4m3(x).to(tl.int32)
+    nearest = to_e4m3(tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))).to(tl.int32)
     half = (((nearest & 0x80) << 8) | ((nearest & 0x7F) << 7)).to(tl.int16)
     read = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     short = (read < x) if UP else (read > x)
@@ -273,7 +273,7 @@ def _outward_e4m3(x, UP: tl.constexpr):
     stepped = tl.where(nearest == (0x80 if UP else 0x00), 0x01 if UP else 0x81, stepped)
     number = tl.where(short, stepped, nearest)
     # Beyond the largest number, and NaN.
-    return tl.where(tl.abs(x) <= 448.0, number, 0x7F).to(tl.uint8)
+    return tl.where((x <= 448.0) if UP else (x >= -448.0), number, 0x7F).to(tl.uint8)
 
 
 @triton.jit

@@ -84,7 +84,8 @@ class _Publisher:
         session = self._session
         values: dict[Any, int] = {**vars(stats), **stats.extensions}
         values |= {("choice", choice): number for choice, number in stats.choices.items()}
-        for layer, pages in zip(session.layer_ids, stats.layers, strict=False):
+        # Without ``layer_metrics`` there are none.
+        for layer, pages in zip(session.layer_ids, stats.layers, strict=bool(stats.layers)):
             values |= {(n, layer): x for n, x in zip(LAYER_COUNTERS, pages, strict=True)}
         for feature in self._features:
             values |= feature.totals(session)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from http.client import HTTPException
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,16 @@ def cases_of(runs: Mapping[str, list[Generation]]) -> list[Case]:
     same = ids["graphs"] == ids["eager"] == ids["graphs_overlap"]
     right = all(ids.values()) and same and ids["dense"][:1] == ids["sglang"][:1]
     gate = "passed" if right else "failed"
-    params = {"context": CONTEXT, "budget": BUDGET, "tokens": TOKENS, "layers": 4}
+    equal = {
+        name: len(
+            list(
+                takewhile(lambda pair: pair[0] == pair[1], zip(these, ids["sglang"], strict=False))
+            )
+        )
+        for name, these in ids.items()
+    }
+    params: dict[str, Any] = {"context": CONTEXT, "budget": BUDGET, "tokens": TOKENS, "layers": 4}
+    params |= {"first_tokens_equal_to_sglang": equal}
     return [
         Case(
             name=name,
@@ -188,7 +198,8 @@ def load_cases_of(runs: Mapping[str, list[Generation]]) -> list[Case]:
 
 def main(arguments: list[str]) -> int:
     """Exit code 0 if the gate passed."""
-    load, own = arguments[:1] == ["load"], [x for x in arguments if x != "load"]
+    load = arguments[:1] == ["load"]
+    own = arguments[load:]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         (model / "config.json").write_text(json.dumps(WHOLE_MODEL if load else MODEL))
