@@ -22,7 +22,7 @@ from tests.shapes import LLAMA, TOKEN_BYTES
 ROOT = Path(__file__).parents[2]
 LONG = 131072
 H100, H200 = GPUS["h100"], GPUS["h200"]
-MEASURED = ROOT / "bench" / "results" / "2026-11-26-gpu-h200-3e0766f.json"
+MEASURED = ROOT / "bench" / "results" / "2026-11-26-gpu-h200-2b8255a.json"
 
 
 def attention(
