@@ -85,7 +85,7 @@ def test_each_choice_is_counted_once_a_request(
         decode(one, two)
     three = sim.request(3, 190, seed=3, like=one, shared=64)
     expected.append((3, "reused", 64))
-    sim.prefill((three, 26))
+    sim.mixed([(three, 26)], one)
     sim.prefill((three, 10))
     decode(three, one)
     sim.end(one)
