@@ -50,6 +50,7 @@ _REPLACED: Final = {
     "prefetch": _NO_PREFETCH,
     "speculate": _NO_PREFETCH,
     "speculation_threshold": _NO_PREFETCH,
+    "overlap": "transfers run in order, for beside compute they brought nothing",
     "numa_node": "a GPU's node holds the pool if it fits; numactl chooses another node",
 }
 #: Page size of a server, tokens, for algorithms that select single tokens.
@@ -83,8 +84,6 @@ class HiSparseConfig:
         min_sparse_context: tokens. Contexts up to this length are attended densely.
         dense_layers: layers, counted from 0, that are always attended densely. None: no layer.
         reuse_layers: consecutive layers in a group. The first one selects for all of them.
-        overlap: run transfers beside compute, on side streams. Tokens stay the same, bit for bit.
-            No gain has been measured yet.
         miss: what happens to selected pages that are not on the device: "transfer" loads them,
             "host" lets the CPU attend them in host memory. On a GPU only "transfer" so far.
         host_memory: host memory for the KV cache, per node. A fraction is of the free memory.
@@ -122,7 +121,6 @@ class HiSparseConfig:
     min_sparse_context: int = 0
     dense_layers: tuple[int, ...] | None = None
     reuse_layers: int = 1
-    overlap: bool = False
     miss: Literal["transfer", "host"] = "transfer"
     host_memory: MemorySize = 0.7
     device_memory: MemorySize | None = None

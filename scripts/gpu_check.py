@@ -56,7 +56,6 @@ SUITES = {
     "fp8": ["test_quantize.py", "test_latents.py", "test_quantized_transfer.py"],
     "adapters": ["../adapters/test_against_torch.py", "../adapters/test_attend_chosen.py"],
     "graphs": ["gpu/test_graphs.py", "gpu/test_algorithm_graphs.py", "gpu/test_step_graphs.py"],
-    "overlap": ["gpu/test_overlap_graphs.py"],
 }
 _KERNELS = ["lru", "transfer", "attention"]
 _SWAP_IN = ["swap-in", "--pool-bytes", str(20 << 30)]
@@ -101,22 +100,14 @@ BENCHES = {
         )
         for name, batch in (("quest", 8), ("dipr", 1), ("dipr", 8))
     },
-    "step 32k": (
-        [*_KERNELS, "overlap"],
-        ["step", "--dtype", "bfloat16", "--context", "32768", "--batch", "4"],
-    ),
-    "prefill 32k": (
-        ["lru", "transfer", "overlap"],
-        ["prefill", "--dtype", "bfloat16", "--context", "32768", "--chunk", "2048"],
-    ),
 }
 #: Parts that run alone: what of SUITES, BENCHES and the rest belongs to each.
 PARTS = {
     "kernels": ["lru", "transfer", "attention", "fp8"],
-    "engine": ["adapters", "graphs", "overlap"],
+    "engine": ["adapters", "graphs"],
     "bench-kernels": ["diff-tables", "transfer", *(n for n in BENCHES if n.startswith("swap-in"))],
     "bench-decode": [n for n in BENCHES if n.startswith("decode") and not n.endswith("x 32")],
-    "bench-step": ["decode 128k x 32", "step 32k", "prefill 32k"],
+    "bench-batch": ["decode 128k x 32"],
     "serve": ["served"],
     "serve-load": ["served load"],
     "sanitizers": ["memcheck", "racecheck"],
@@ -258,7 +249,7 @@ def run_sanitizer(tool: str, check: Check) -> None:
 
 
 def run_served(name: str, check: Check) -> None:
-    """SGLang with hisparse: eager, captured and with overlap, or under load."""
+    """SGLang with hisparse: eager and captured, or under load."""
     if importlib.util.find_spec("sglang") is None:
         check.skip(f"bench {name}", "sglang is not installed")
         return

@@ -111,11 +111,9 @@ def test_alias() -> None:
         pytest.param({"prefetch": True}, ["prefetch: not a key", _LARGER], id="prefetch"),
         pytest.param({"speculate": "step"}, ["speculate: not a key", _LARGER], id="speculate"),
         pytest.param({"speculation_threshold": 0.8}, ["threshold:", _LARGER], id="threshold"),
-        pytest.param({"overlap": "transfers"}, ["'transfers'", "true or false"], id="overlap"),
-        pytest.param({"overlap": None}, ["got None", "true or false"], id="no-overlap"),
-        pytest.param(
-            {"overlap": "yes"}, ["got 'yes' (str), expected true or false"], id="overlap-word"
-        ),
+        pytest.param({"overlap": True}, ["overlap: not a key", "in order"], id="overlap"),
+        pytest.param({"checked": None}, ["got None", "true or false"], id="no-bool"),
+        pytest.param({"checked": "yes"}, ["got 'yes' (str), expected true or false"], id="word"),
         pytest.param({"numa_node": 0}, ["numa_node", "numactl"], id="numa"),
         pytest.param({"extensions": {}}, ["unknown config key 'extensions'"], id="no-such-key"),
         pytest.param({"host_memory": "64 gallons"}, ["'64 gallons'", "'64GiB'", "TiB"], id="unit"),

@@ -18,11 +18,7 @@ from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.build import build, choose_selection
-from hisparse.engine.capabilities import (
-    check_capabilities,
-    check_indexer,
-    resolve_settings,
-)
+from hisparse.engine.capabilities import check_capabilities, resolve_settings
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
@@ -49,9 +45,6 @@ class RandomRequests:
         algorithm: name of the algorithm.
         seed: seed of keys and values.
         scope: selection scope; None: the algorithm's best.
-        staging_pages: pages of a staging tile.
-        reuse_layers: layers that share a selection.
-        overlap: whether transfers run beside compute.
         miss: the setting.
     """
 
@@ -65,9 +58,6 @@ class RandomRequests:
     algorithm: str = HiSparseConfig.algorithm
     seed: int = 0
     scope: SelectionScope | None = None
-    staging_pages: int = 16
-    reuse_layers: int = 1
-    overlap: bool = False
     miss: Literal["transfer", "host"] = "transfer"
 
     def __post_init__(self) -> None:
@@ -79,8 +69,6 @@ class RandomRequests:
             budget=self.budget,
             device_buffer_size=self.row_tokens,
             page_size=size,
-            reuse_layers=self.reuse_layers,
-            overlap=self.overlap,
             miss=self.miss,
             selection_scope=self.scope,
             # A model with an indexer attends only what it selects.
@@ -124,8 +112,6 @@ class RandomRequests:
     def _make_algorithm(self, config: HiSparseConfig) -> BaseSparseAlgorithm:
         """The algorithm, if the model and the device allow it."""
         check_capabilities(config, self.device.type)
-        has_indexer = self.kv.index_head_dim > 0
-        check_indexer("the random model of a benchmark", config, has_indexer=has_indexer)
         scale = self.kv.head_dim**-0.5
         algorithm, self.policy, _ = choose_selection(config, self.kv, scale, self.device.type)
         # What a layer reads of a page to score it.
@@ -171,7 +157,7 @@ class RandomRequests:
             min_row_pages=row_pages,
             max_row_pages=row_pages,
             context_pages=self.table.shape[1],
-            staging_pages=self.staging_pages,
+            staging_pages=1,
         )
 
     def _begin_requests(self) -> None:

@@ -172,13 +172,11 @@ class StepCache:
         indexer: see :attr:`DecodeStep.indexer`.
         selection: attended by the layers of the current group; None before the first one selects.
         values: results of :meth:`once`, by key.
-        early: loads of pages that started before their layer, by layer.
     """
 
     indexer: IndexerInputs | None = None
     selection: Selection | None = None
     values: dict[Hashable, Any] = field(default_factory=dict)
-    early: dict[int, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, find: Callable[[], T]) -> T:
         """:meth:`DecodeStep.once` by a key: a name of the engine, which no plug-in's key equals."""

@@ -13,9 +13,8 @@ from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import KVReadWrite
 from hisparse.cache.residency import Residency, RowCapacities
 from hisparse.cache.staging import Staging
-from hisparse.cache.streams import SideStreams, make_streams
+from hisparse.cache.streams import SideStream, make_stream
 from hisparse.cache.swap_in import SwapIn
-from hisparse.config import HiSparseConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +47,16 @@ class SparseKVCacheManager:
     Args:
         host: the whole KV cache.
         sizes: of the allocations on the device.
-        config: ``checked`` verifies selections and resident bytes in every step, which waits for
-            the device; ``overlap`` lets transfers overlap with compute.
         device: where the device pages, the rows' tables and staging are.
         heads: H, rows per request.
         counters: totals of hits, misses and bytes.
-        streams: replaces the device's own side streams.
+        checked: verify selections and resident bytes in every step, which waits for the device.
+        aside: replaces the device's own side stream.
 
     Attributes:
-        host, counters: as given.
+        host, counters, checked: as given.
         device: the device pages and the rows' tables.
-        staging_pages: host pages that fit one staging tile.
-        streams: side streams, or their inline replacement.
-        aside: side streams of what nothing reads before the next forward, with overlap or without.
-        checked, overlaps: ``checked`` and ``overlap`` of the settings.
+        aside: runs what nothing reads before the next forward.
         residency: device pages of each request.
         kv_io: reads and writes of tokens.
         loader: makes pages resident.
@@ -72,12 +67,12 @@ class SparseKVCacheManager:
         self,
         host: HostKVPool,
         sizes: PoolSizes,
-        config: HiSparseConfig,
         device: torch.device,
-        *,
         heads: int,
         counters: Counters,
-        streams: SideStreams | None = None,
+        *,
+        checked: bool,
+        aside: SideStream | None = None,
     ) -> None:
         self.host = host
         self.device = pool = DevicePool(
@@ -97,19 +92,12 @@ class SparseKVCacheManager:
             max_requests=sizes.num_slots - 1,
             num_slots=sizes.num_slots,
         )
-        self.counters = counters
-        self.staging_pages = sizes.staging_pages
-        self.checked, self.overlaps = config.checked, config.overlap
-        self.aside = make_streams(device) if streams is None else streams
-        self.streams = self.aside if self.overlaps else SideStreams()
-        self.residency = Residency(pool, capacities, checked=self.checked)
-        self.kv_io = KVReadWrite(host, pool, checked=self.checked)
-        self.staging = Staging(
-            host, sizes.staging_pages, 2 if self.overlaps else 1, device, self.streams
-        )
-        self.loader = SwapIn(
-            host, pool, self.streams, counters, checked=self.checked, overlaps=self.overlaps
-        )
+        self.counters, self.checked = counters, checked
+        self.aside = make_stream(device) if aside is None else aside
+        self.residency = Residency(pool, capacities, checked=checked)
+        self.kv_io = KVReadWrite(host, pool, checked=checked)
+        self.staging = Staging(host, sizes.staging_pages, device)
+        self.loader = SwapIn(host, pool, counters, checked=checked)
 
     def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
         """Apply resets and capacity changes; see :meth:`Residency.start_forward`."""
@@ -119,5 +107,4 @@ class SparseKVCacheManager:
 
     def end_forward(self) -> None:
         """Let the forward stream wait for all side work."""
-        self.staging.discard_next()
         self.aside.join_all()

@@ -1,4 +1,4 @@
-"""Runs work on side streams, which fork from the forward stream and join it by events.
+"""Runs work on a side stream, which forks from the forward stream and joins it by events.
 
 Side work reads only data that exists when the work starts. No other work uses its results before it
 is joined. A machine without side streams runs the work at once, through the same calls. A CUDA
@@ -8,13 +8,9 @@ graph can capture forks and joins if every fork is joined before the capture end
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-
-#: A lane runs its work in the order of the starts. "read" copies from host memory to the device,
-#: "write" from the device to host memory: a link carries both directions at once.
-Lane = Literal["read", "write"]
 
 T = TypeVar("T")
 
@@ -38,13 +34,13 @@ class Pending(Generic[T]):
         return self._result
 
 
-class SideStreams:
-    """One side stream for each lane. This class has none: :meth:`start` runs the work."""
+class SideStream:
+    """Runs work in the order of the starts. This class has no stream: :meth:`start` runs it."""
 
-    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
-        """Start ``work`` on a lane; later work of the forward stream does not wait for it.
+    def start(self, work: Callable[[], T]) -> Pending[T]:
+        """Start ``work``; later work of the forward stream does not wait for it.
 
-        The work runs after everything that the forward stream and the lane were given so far. The
+        The work runs after everything that the forward stream and this one were given so far. The
         tensors that the work uses or allocates are kept alive until it is joined.
         """
         return Pending(work())
@@ -53,8 +49,8 @@ class SideStreams:
         """Join all work that has not been joined."""
 
 
-class CudaStreams(SideStreams):
-    """Streams of a CUDA device.
+class CudaStream(SideStream):
+    """A stream of a CUDA device.
 
     Tensors need no ``record_stream``. Those that the forward stream allocated are kept alive until
     the work is joined. Those that side work allocated return to the side stream, and the next work
@@ -65,14 +61,11 @@ class CudaStreams(SideStreams):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._lanes: dict[Lane, torch.cuda.Stream] = {
-            "read": torch.cuda.Stream(device),
-            "write": torch.cuda.Stream(device),
-        }
+        self._side = torch.cuda.Stream(device)
         self._open: list[Pending[Any]] = []
 
-    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
-        side = self._lanes[lane]
+    def start(self, work: Callable[[], T]) -> Pending[T]:
+        side = self._side
         side.wait_stream(torch.cuda.current_stream(side.device))
         with torch.cuda.stream(side):
             result = work()
@@ -91,6 +84,6 @@ class CudaStreams(SideStreams):
             started.join()
 
 
-def make_streams(device: torch.device) -> SideStreams:
-    """CUDA streams on a CUDA device, otherwise inline execution."""
-    return CudaStreams(device) if device.type == "cuda" else SideStreams()
+def make_stream(device: torch.device) -> SideStream:
+    """A CUDA stream on a CUDA device, otherwise inline execution."""
+    return CudaStream(device) if device.type == "cuda" else SideStream()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -13,40 +10,28 @@ from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import move_pages
-from hisparse.cache.streams import Pending, SideStreams
 from hisparse.errors import HiSparseError, shorten
 from hisparse.kernels import DecodeRows, DiffTables, diff_tables, verify_diff, verify_indices
 from hisparse.types import Selection, StoredKV
 
 
 class SwapIn:
-    """Loads selected pages onto the device, at once or early on a side stream.
+    """Loads selected pages onto the device.
 
     Args:
         host: the whole KV cache.
         device: the device pages and the rows' tables.
-        streams: side streams for early transfers.
         counters: counts hits and misses.
         checked: verify selections and resident bytes; waits for the device.
-        overlaps: whether :meth:`swap_in` also starts the transfers of later layers.
     """
 
     def __init__(
-        self,
-        host: HostKVPool,
-        device: DevicePool,
-        streams: SideStreams,
-        counters: Counters,
-        *,
-        checked: bool,
-        overlaps: bool,
+        self, host: HostKVPool, device: DevicePool, counters: Counters, *, checked: bool
     ) -> None:
         self._host = host
         self._device = device
-        self._streams = streams
         self._counters = counters
         self._checked = checked
-        self._overlaps = overlaps
 
     def swap_in(
         self,
@@ -57,7 +42,6 @@ class SwapIn:
         width: int | None = None,
         tail_below: int | None = None,
         waits: bool = True,
-        followers: Sequence[int] = (),
     ) -> DiffTables:
         """Make the selected pages resident, or find those that are.
 
@@ -69,25 +53,15 @@ class SwapIn:
             tail_below: the tail page is attended beside fewer pages than this; None: always.
             waits: whether the missing pages are loaded. If not, they are away, to be attended in
                 host memory, but for those of dense requests.
-            followers: later layers that share the selection. With overlap, their loads start here,
-                after that of this layer, if it waits.
 
         Returns:
             the device pages to attend, and what was loaded.
         """
         if self._checked and selection is not None:
             check_selection(layer_id, selection, step)
-
-        def load(layer: int) -> DiffTables:
-            tables = self.diff(layer, step, selection, width, tail_below, waits)
-            if waits or step.dense is not None:
-                self._gather(layer, tables, self._host.stored(layer))
-            return tables
-
-        early: dict[int, Pending[DiffTables]] = step.cache.early
-        tables = early.pop(layer_id).join() if layer_id in early else load(layer_id)
-        for later in followers if self._overlaps and waits else ():
-            early[later] = self._streams.start("read", partial(load, later))
+        tables = self.diff(layer_id, step, selection, width, tail_below, waits)
+        if waits or step.dense is not None:
+            self._gather(layer_id, tables, self._host.stored(layer_id))
         self._counters.count_layer(layer_id, tables.num_hits, tables.num_misses)
         if tables.away is not None:
             self._counters.count("away_pages", tables.away)

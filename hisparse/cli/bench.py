@@ -28,7 +28,6 @@ from hisparse_bench.decode import DecodeBench
 from hisparse_bench.kernels import KernelsBench, KernelsReport
 from hisparse_bench.load.options import LoadOptions, read_recipe
 from hisparse_bench.options import Options, device_of, dtype_of, flags_of
-from hisparse_bench.overlap import PrefillBench, StepBench
 from hisparse_bench.report import Report
 from hisparse_bench.residency import DiffTablesBench, SwapInBench, TransferBench
 
@@ -38,8 +37,6 @@ _BENCHES: Final[dict[str, tuple[type[Any], str]]] = {
     "transfer": (TransferBench, "gather scattered pages from a large host pool"),
     "swap-in": (SwapInBench, "bring the missing pages of a selection to the device"),
     "decode": (DecodeBench, "attention of one layer, with selection and swap-in"),
-    "step": (StepBench, "a decode step of several layers, with and without overlap"),
-    "prefill": (PrefillBench, "a chunk over a prefix, with and without overlap"),
     "kernels": (
         KernelsBench,
         "CPU kernels against the processor's limits: multiply-adds and memory",

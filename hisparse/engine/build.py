@@ -17,7 +17,7 @@ from hisparse.algorithms import (
 )
 from hisparse.cache import Counters, HostKVPool, PoolSizes, SparseKVCacheManager
 from hisparse.cache.formats import format_of
-from hisparse.cache.streams import SideStreams
+from hisparse.cache.streams import SideStream
 from hisparse.config import EXTENSIONS, HiSparseConfig, Resolved
 from hisparse.engine.capabilities import (
     check_capabilities,
@@ -209,7 +209,7 @@ def build_engine(
         min_row_pages=sizing.request.min_row_pages,
         max_row_pages=sizing.max_row_capacity // size,
         context_pages=sizing.request.context_pages,
-        staging_pages=tile_pages(setup.resolved.config, setup.spec, sizing.request.staging_bytes),
+        staging_pages=tile_pages(setup.spec, sizing.request.staging_bytes),
     )
     return build(
         setup.resolved,
@@ -232,7 +232,7 @@ def build(
     host: HostKVPool,
     sizes: PoolSizes,
     device: torch.device,
-    streams: SideStreams | None = None,
+    aside: SideStream | None = None,
     gather_queries: GatherQueries | None = None,
 ) -> SparseCoordinator:
     """Connect the components of an engine.
@@ -245,7 +245,7 @@ def build(
         host: the KV pool.
         sizes: sizes of the allocations on the device.
         device: device of the device pages, representations and tables.
-        streams: replaces the device's own side streams.
+        aside: replaces the device's own side stream.
         gather_queries: see :func:`build_engine`.
     """
     config = resolved.config
@@ -254,7 +254,7 @@ def build(
     counters = Counters(device, named, layers=num_layers if config.layer_metrics else 0)
     policy = replace(policy, invalid_scores=counters.total("invalid_scores"))
     manager = SparseKVCacheManager(
-        host, sizes, config, device, heads=policy.heads, counters=counters, streams=streams
+        host, sizes, device, policy.heads, counters, checked=config.checked, aside=aside
     )
     kept = kept_tensors(config, algorithm, policy)
     representations = Representations(

@@ -280,7 +280,6 @@ class SparseCoordinator:
     def forward_abort(self) -> None:
         """End a forward that a layer's exception ended; its requests must not go on."""
         self._forward = None
-        self.prefill.join()
         self.manager.end_forward()
         self._end_step(complete=False)
 

@@ -104,7 +104,7 @@ class DecodeLayer:
                 finish = partial(self._finish, layer_id, last, *last.filled)
                 if step.captured and not self._algorithm.indexer:
                     # Beside the model's next kernels; an indexer's inputs would be freed too early.
-                    self._manager.aside.start("write", finish)
+                    self._manager.aside.start(finish)
                 else:
                     finish()
         return out
@@ -136,7 +136,6 @@ class DecodeLayer:
                     width=None if step.dense is None else self._dense_width,
                     tail_below=self._policy.tail_below if sparse else None,
                     waits=self.waits(mode),
-                    followers=self._modes.followers(layer_id) if sparse else (),
                 )
                 attended = self._attend(layer_id, queries, tables)
             except Exception as error:
@@ -239,26 +238,19 @@ class DecodeLayer:
         """
         kv, manager = self._policy.kv, self._manager
         out = q.new_empty(*q.shape[:-1], kv.v_head_dim, dtype=torch.float32)
-        # Their owners are negative: those of chunks in the same forward are request slots.
-        tiles = [
-            tile
-            for request, length in enumerate(step.seq_lens_cpu.tolist())
-            for tile in manager.staging.tiles(
-                layer_id, ~request, step.host_page_table[request], length
-            )
-        ]
-        attended: Attended | None = None
-        for tile, pages in manager.staging.stream(tiles):
-            request, count = slice(~tile.owner, ~tile.owner + 1), tile.host_pages.numel()
-            table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
-            lens = torch.full_like(table[:, 0], tile.end - tile.first * kv.page_size)
-            num_bytes = count * kv.page_size * manager.host.format.layer_token_bytes
-            manager.counters.add("streamed_decode_bytes", num_bytes)
-            new = self._adapter.attend(q[request], pages, table, lens, self._policy.attention_rule)
-            attended = new if attended is None else merge_attended(attended, new)
-            if tile.end == step.seq_lens_cpu[~tile.owner]:
-                out[request] = attended.out if sinks is None else add_sinks(attended, sinks)
-                attended = None
+        for request, length in enumerate(step.seq_lens_cpu.tolist()):
+            attended: Attended | None = None
+            one = slice(request, request + 1)
+            for tile in manager.staging.tiles(step.host_page_table[request], length):
+                pages, count = manager.staging.read(layer_id, tile), tile.host_pages.numel()
+                table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
+                lens = torch.full_like(table[:, 0], tile.end - tile.first * kv.page_size)
+                num_bytes = count * kv.page_size * manager.host.format.layer_token_bytes
+                manager.counters.add("streamed_decode_bytes", num_bytes)
+                new = self._adapter.attend(q[one], pages, table, lens, self._policy.attention_rule)
+                attended = new if attended is None else merge_attended(attended, new)
+            assert attended is not None, "a context has a token"
+            out[one] = attended.out if sinks is None else add_sinks(attended, sinks)
         return out
 
 

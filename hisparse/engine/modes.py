@@ -118,12 +118,12 @@ class AttentionModes:
         self.dense_layers = dense_layers.intersection(layers)
         self._num_dense = len(self.dense_layers)
         self._windowed = frozenset(range(policy.kv.num_layers)).difference(layers)
-        # Each layer that selects, with the later sparse layers of its group.
-        self._followers: dict[int, list[int]] = {}
+        # Each layer that selects, with the number of layers that attend its selection.
+        self._attended_by: dict[int, int] = {}
         for first in range(0, len(layers), reuse_layers):
             sparse = [x for x in layers[first : first + reuse_layers] if x not in dense_layers]
             if sparse:
-                self._followers[sparse[0]] = sparse[1:]
+                self._attended_by[sparse[0]] = len(sparse)
         longest_dense = (min_sparse_context - 1) // policy.kv.page_size
         self.dense_width = max(policy.max_pages, longest_dense)
         # A selection of fixed length includes every page of a context within the budget.
@@ -131,11 +131,11 @@ class AttentionModes:
 
     def selects(self, layer_id: int) -> bool:
         """Whether a layer selects: it is the first layer of its group that is not dense."""
-        return layer_id in self._followers
+        return layer_id in self._attended_by
 
-    def followers(self, layer_id: int) -> list[int]:
-        """Later layers that share the selection of ``layer_id``; empty if it does not select."""
-        return self._followers.get(layer_id, [])
+    def attended_by(self, layer_id: int) -> int:
+        """Layers that attend the selection of ``layer_id``, itself included."""
+        return self._attended_by[layer_id]
 
     def of_layer(self, layer_id: int, step: DecodeStep) -> Mapping[AttentionMode, DecodeStep]:
         """The requests of a step by the mode in which a layer attends them."""
@@ -226,7 +226,7 @@ class AttentionModes:
         """Add the numbers that the host knows of a step: ``seq_lens [B]``, for all layers."""
         kv, heads = self._policy.kv, self._policy.heads
         counters.add("written_bytes", len(seq_lens) * self._token_bytes)
-        counters.add("selections", len(self._followers) * heads * int(masks.sparse.sum()))
+        counters.add("selections", len(self._attended_by) * heads * int(masks.sparse.sum()))
         tail_lens = (seq_lens - 1) % kv.page_size + 1
 
         def attended_tokens(streamed: np.ndarray) -> int:

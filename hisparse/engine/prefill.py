@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import PrefillStep
 from hisparse.cache import Tile
-from hisparse.cache.streams import Lane, Pending
 from hisparse.engine.contract import call, check_positions
 from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.engine.representations import ignore
@@ -67,7 +66,6 @@ class Prefill:
         self._construct = by_layer(components.algorithm.construct_representations, ignore)
         self._select = by_layer(components.algorithm.select_prefill, ignore)
         self._storing = by_layer(overriding("store_pages", extensions), ())
-        self._moving: list[Pending[None]] = []
         # Keys and values of a prefix and its chunk, one after the other; all layers share them.
         self._joined: dict[str, Tensor] = {}
 
@@ -90,11 +88,9 @@ class Prefill:
         # Attention and representations use the values that a later read returns, so the output does
         # not depend on which part of a prompt comes from the pool.
         k, v = self._manager.host.format.as_read(k, v)
-        # Pending moves hold their tensors: at most K and V of two layers.
-        self.join()
-        self._move("write", lambda: self._manager.kv_io.write(layer_id, host_slots, k, v))
+        self._manager.kv_io.write(layer_id, host_slots, k, v)
         outputs = []
-        for chunk, next_tile in zip(chunks, self._next_tiles(layer_id, chunks), strict=True):
+        for chunk in chunks:
             tokens = slice(chunk.offset, chunk.offset + chunk.length)
             new = q[tokens], k[tokens], v[tokens]
             pages = self._page_aligned(layer_id, chunk, *new[1:])
@@ -102,33 +98,11 @@ class Prefill:
             step = self.summarize(layer_id, chunk, new[0], pages, inputs)
             positions = call(self._select[layer_id], layer_id, layer_id, step)
             check_positions(positions, self._components.algorithm, layer_id, step)
-            attended = self._attend(layer_id, chunk, *new, positions, next_tile)
+            attended = self._attend(layer_id, chunk, *new, positions)
             out = attended.out if sinks is None else add_sinks(attended, sinks)
             outputs.append(out.to(q.dtype))
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _move(self, lane: Lane, work: Callable[[], None]) -> None:
-        self._moving.append(self._manager.streams.start(lane, work))
-
-    def join(self) -> None:
-        """Wait for the writes and loads of the layer before."""
-        for move in self._moving:
-            move.join()
-        self._moving.clear()
-
-    def _next_tiles(self, layer_id: int, chunks: Sequence[PrefillChunk]) -> list[Tile | None]:
-        """For each chunk, the first tile that is read after the chunk's prefix; None: none is.
-
-        That tile belongs to another chunk or to the next layer; an earlier forward wrote it.
-        """
-        layers = range(layer_id, min(layer_id + 2, self._policy.kv.num_layers))
-        order = [(layer, chunk) for layer in layers for chunk in chunks]
-        tiles: list[Tile | None] = [None]
-        for layer, chunk in reversed(order[1:]):
-            prefix = self._prefix(layer, chunk)
-            tiles.append(prefix[0] if prefix else tiles[-1])
-        return tiles[: -len(chunks) - 1 : -1]
 
     def _page_aligned(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> PagedKV:
         """K and V from the start of the chunk's first page on, ``[T', Hkv, D]`` each.
@@ -204,26 +178,19 @@ class Prefill:
         window, first = self._policy.kv.window(layer_id), 0
         if window:
             first = max(0, chunk.start - max(window - 1, 1)) // self._policy.kv.page_size
-        return self._tiles(layer_id, chunk, chunk.start, first)
-
-    def _tiles(self, layer_id: int, chunk: PrefillChunk, end: int, first: int = 0) -> list[Tile]:
-        """Tiles from page ``first`` up to position ``end`` of a chunk's request."""
-        pages = chunk.host_pages_cpu
-        return self._manager.staging.tiles(layer_id, chunk.slot, pages, end, first)
+        return self._manager.staging.tiles(chunk.host_pages_cpu, chunk.start, first)
 
     def _context_keys(self, layer_id: int, chunk: PrefillChunk) -> Iterator[tuple[int, Tensor]]:
         """Read all keys ``[t, Hkv, D]`` up to the end of the chunk; see :class:`PrefillStep`."""
-        # The chunk itself is read back, so its write has to end first.
-        self.join()
-        for position, keys, _ in self._read(self._tiles(layer_id, chunk, chunk.end)):
+        tiles = self._manager.staging.tiles(chunk.host_pages_cpu, chunk.end)
+        for position, keys, _ in self._read(layer_id, tiles):
             yield position, keys
 
-    def _read(
-        self, tiles: Sequence[Tile], next_tile: Tile | None = None
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _read(self, layer_id: int, tiles: Sequence[Tile]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Read tiles: the position of the first token, K and V ``[t, Hkv, D]`` of each."""
         manager = self._manager
-        for tile, pages in manager.staging.stream(tiles, next_tile):
+        for tile in tiles:
+            pages = manager.staging.read(layer_id, tile)
             start = tile.first * self._policy.kv.page_size
             count = tile.end - start
             keys, values = (x.transpose(1, 2).flatten(0, 1)[:count] for x in pages)
@@ -239,7 +206,6 @@ class Prefill:
         k: Tensor,
         v: Tensor,
         positions: Tensor | None,
-        next_tile: Tile | None,
     ) -> Attended:
         """Attention of the chunk over itself and over its prefix, streamed through staging.
 
@@ -254,11 +220,10 @@ class Prefill:
             k, v: ``[T, Hkv, D]``.
             positions: ``[T, K] int32``, positions that each query attends; None: all up to its own,
                 or those in the layer's window.
-            next_tile: the tile that is read after the prefix.
         """
         rule = self._policy.layer_rules[layer_id]
         tiles = self._prefix(layer_id, chunk)
-        prefix = self._read(tiles, next_tile)
+        prefix = self._read(layer_id, tiles)
         first = chunk.start
         if len(tiles) == 1 and positions is None and q.device.type == "cpu":
             first, keys, values = next(prefix)
@@ -328,18 +293,14 @@ class Prefill:
             placed = (first - oldest) * self._policy.heads
             manager.counters.add("prefill_read_bytes", placed * manager.device.page_bytes)
         k, v = (x[: (last - first) * size].unflatten(0, (-1, size)).transpose(1, 2) for x in pages)
-        table = torch.arange(-first, last - first, dtype=torch.int32, device=k.device)
-
-        def place() -> None:
-            if from_host:
-                host = manager.host.stored(layer_id)
-                manager.loader.place(layer_id, chunk.slot, oldest, first, host, chunk.host_pages)
-            begin = max(oldest, first)
-            if begin < last:
-                new = manager.host.format.encode(k, v)
-                manager.loader.place(layer_id, chunk.slot, begin, last, new, table)
-
-        self._move("read", place)
+        if from_host:
+            host = manager.host.stored(layer_id)
+            manager.loader.place(layer_id, chunk.slot, oldest, first, host, chunk.host_pages)
+        begin = max(oldest, first)
+        if begin < last:
+            new = manager.host.format.encode(k, v)
+            table = torch.arange(-first, last - first, dtype=torch.int32, device=k.device)
+            manager.loader.place(layer_id, chunk.slot, begin, last, new, table)
         tail = chunk.end % size
         if tail:
             manager.kv_io.write_tail(layer_id, chunk.slot, pages.k[-tail:], pages.v[-tail:])

@@ -68,7 +68,7 @@ class RestoredPages:
             chunk: the chunk with these pages before it.
             indices: ``[n]``, ascending indices of pages in the sequence.
         """
-        width, runs = self._manager.staging_pages, []
+        width, runs = self._manager.staging.num_pages, []
         for _, group in groupby(enumerate(indices.tolist()), lambda pair: pair[1] - pair[0]):
             run = [index for _, index in group]
             for first in range(0, len(run), width):

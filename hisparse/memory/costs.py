@@ -10,7 +10,7 @@ from hisparse.adapters import BackendAdapter, TableLimits
 from hisparse.adapters.base import DeviceLimits
 from hisparse.algorithms import Representation, SelectionPolicy, entry_bytes
 from hisparse.cache.formats import format_of
-from hisparse.config import EXTENSIONS, HiSparseConfig, Resolved
+from hisparse.config import EXTENSIONS, Resolved
 from hisparse.memory.sizing import SizingRequest
 from hisparse.types import KVSpec
 
@@ -74,7 +74,6 @@ def make_sizing_request(
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
     prefill_tokens = min(resources.chunk_tokens, resources.context_length)
     prefill = prefill_bytes(spec, prefill_tokens, prefill_choices)
-    staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
     pool_ranks = resources.node_ranks // stored.num_shards(resources.node_ranks)
     # Each rank maps all of a pool that ranks share.
     beside_kv = host_token_bytes(kept, spec)
@@ -88,7 +87,7 @@ def make_sizing_request(
         device_page_bytes=spec.page_size * stored_heads * stored.head_bytes,
         host_bytes=resources.host_bytes,
         device_bytes=resources.device_bytes,
-        staging_bytes=_num_tiles(config) * staging_bytes,
+        staging_bytes=config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes),
         device_buffer_size=resolved.device_buffer_size,
         max_row_capacity=config.max_row_capacity,
         context_length=resources.context_length,
@@ -130,7 +129,7 @@ def _workspace_bytes(
         policy,
         max_requests=max_requests,
         max_row_pages=request.max_row_pages,
-        tile_pages=tile_pages(resolved.config, policy.kv, request.staging_bytes),
+        tile_pages=tile_pages(policy.kv, request.staging_bytes),
     )
     limits = {"max_requests": max_requests, "context_pages": request.context_pages}
     for name in resolved.config.extensions:
@@ -201,15 +200,9 @@ def attended_tables(
     return tables
 
 
-def tile_pages(config: HiSparseConfig, spec: KVSpec, staging_bytes: int) -> int:
-    """Pages of one tile if all tiles together use ``staging_bytes``."""
-    tile_bytes = staging_bytes // _num_tiles(config)
-    return max(1, tile_bytes // (spec.page_size * _staged_token_bytes(spec)))
-
-
-def _num_tiles(config: HiSparseConfig) -> int:
-    """Tiles of staging: with two, one is copied during attention over the other."""
-    return 2 if config.overlap else 1
+def tile_pages(spec: KVSpec, staging_bytes: int) -> int:
+    """Pages of a tile of ``staging_bytes``."""
+    return max(1, staging_bytes // (spec.page_size * _staged_token_bytes(spec)))
 
 
 def _default_staging_bytes(spec: KVSpec, device_bytes: int) -> int:

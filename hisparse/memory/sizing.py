@@ -38,7 +38,7 @@ class SizingRequest:
         device_page_bytes: K and V of one device page: one layer, one row.
         host_bytes: host memory for the KV pool.
         device_bytes: device memory for everything that hisparse keeps there.
-        staging_bytes: device memory for staging, all tiles.
+        staging_bytes: device memory of the staging tile.
         device_buffer_size: tokens, smallest capacity of a row.
         max_row_capacity: tokens, largest capacity of a row; None: ``context_length``.
         context_length: tokens, the longest sequence.

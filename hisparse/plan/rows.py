@@ -31,7 +31,7 @@ _ASSUMPTIONS = (
     "selected pages that are on the device.",
     "Kernels reach about 0.9 of the GPU's published bandwidth; 46.8 GB/s over PCIe 5 was measured. "
     "Their instructions take what a model of an H100 computes from the machine code. Steps are "
-    "captured in CUDA graphs. What overlap hides is left out.",
+    "captured in CUDA graphs.",
     "The rest of the model takes the time to read all weights of a GPU once. Arithmetic, which "
     "counts from a few hundred requests on, and exchanges between GPUs are left out.",
 )

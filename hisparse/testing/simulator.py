@@ -16,7 +16,7 @@ from torch import Tensor
 from hisparse.adapters import BackendAdapter, TorchAdapter
 from hisparse.algorithms import BaseSparseAlgorithm, Representation, build_algorithm
 from hisparse.cache import HostKVPool, PoolSizes
-from hisparse.cache.streams import SideStreams
+from hisparse.cache.streams import SideStream
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch, MixedBatch, PrefillBatch
 from hisparse.engine.build import build, kept_tensors, make_policy
@@ -95,7 +95,7 @@ class Simulator:
         adapter: attends.
         checked: whether the cache manager verifies every selection and every resident byte.
         layer_metrics: whether hits and misses of each layer are counted.
-        side_streams: side streams for transfers; None: transfers do not overlap.
+        aside: see :class:`SparseKVCacheManager`.
         miss: the setting.
         sinks: ``[L, Hq]``, any float dtype, logits of attention sinks; None: the model has none.
     """
@@ -132,7 +132,7 @@ class Simulator:
     adapter: BackendAdapter = field(default_factory=TorchAdapter)
     checked: bool = True
     layer_metrics: bool = False
-    side_streams: SideStreams | None = None
+    aside: SideStream | None = None
     miss: Literal["transfer", "host"] = "transfer"
     sinks: Tensor | None = None
 
@@ -160,7 +160,6 @@ class Simulator:
             min_sparse_context=self.min_sparse_context,
             dense_layers=self.dense_layers,
             reuse_layers=self.reuse_layers,
-            overlap=self.side_streams is not None,
             miss=self.miss,
             checked=self.checked,
             layer_metrics=self.layer_metrics,
@@ -178,7 +177,7 @@ class Simulator:
             host=HostKVPool(self.spec, self.host_pages, self.layout, pin=False),
             sizes=self._sizes(),
             device=torch.device("cpu"),
-            streams=self.side_streams,
+            aside=self.aside,
         )
         self.manager = self.coordinator.manager
         self.representations = self.coordinator.representations

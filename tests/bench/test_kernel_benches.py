@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.algorithms import ALGORITHMS
-from hisparse.cache.streams import Lane, Pending
-from hisparse.cache.swap_in import SwapIn
 from hisparse.kernels import sketch_score
 from hisparse.types import PagedKV
 from hisparse_bench import kernels, residency
@@ -23,20 +20,13 @@ from hisparse_bench.options import Options
 from hisparse_bench.peers import flash_attention_decode, flash_mla_decode, reason_to_leave_out
 from hisparse_bench.residency import DiffTablesBench, TransferBench, drifting_selections
 from tests.command import Command
-from tests.delayed import DelayedStreams
 from tests.kernels.lru_oracle import LruOracle
-
-T = TypeVar("T")
 
 SMALL = {
     "diff-tables": ["--rows", "2", "--width", "20", "--slots", "40"],
     "transfer": ["--pool-bytes", "1048576", "--page-bytes", "1024", "--pages", "16"],
     "swap-in": ["--batch", "2", "--width", "20", "--slots", "40", "--row-bytes", "656"],
     "decode": ["--context", "256", "--budget", "64", "--page-size", "8", "--head-dim", "16"],
-}
-OVERLAP = {
-    "step": ["--context", "256", "--budget", "64", "--page-size", "8", "--head-dim", "16"],
-    "prefill": ["--context", "256", "--chunk", "32", "--tile", "64", "--head-dim", "16"],
 }
 OPTIONS = Options(device=torch.device("cpu"), num_steps=4)
 
@@ -79,24 +69,11 @@ def test_bytes_of_a_decoded_layer(misses: str, command: Command) -> None:
     assert (params["miss_ratio"] > 0) == (misses != "0")
 
 
-def test_bytes_of_bookkeeping_and_of_several_layers(command: Command) -> None:
-    """A row's selection of 20, 40 slots and 3 misses; a chunk of 32 tokens after 256; 4 layers of
-    which 2 select.
-    """
+def test_bytes_of_bookkeeping(command: Command) -> None:
+    """A row's selection of 20, 40 slots and 3 misses."""
     (case,) = command.json("bench", "diff-tables", *SMALL["diff-tables"], "--steps", "4")["cases"]
     read, written = 20 + 40 + 40 + 20 + 3 + 3, 40 + 3 + 21 + 20 + 20 + 3
     assert case["params"]["bytes"] == 2 * 4 * (read + written)
-    (case,) = command.json("bench", "prefill", *OVERLAP["prefill"], "--steps", "4")["cases"]
-    token, weights = 8 * 2 * 16 * 4, 2 * (32 * 16) ** 2 * 4
-    layers = case["params"]["layers"]
-    # The prefix twice, the chunk, and the prefix's part of the 16 pages that the request keeps.
-    expected = layers * ((2 * 256 + 32 + 16 * 16 - 32) * token + weights)
-    assert case["params"]["bytes"] == {"off": expected, "transfers": expected}
-    flags = [*OVERLAP["step"], "--algorithm", "oracle", "--steps", "4"]
-    (case,) = command.json("bench", "step", *flags)["cases"]
-    own = case["params"]["bytes"]["off"] - 4 * weights - 2 * 256 * token // 2
-    assert 56 + 1 <= own / (4 * token) <= 56 + 8 + 0.5 * 56
-    assert case["params"]["bytes"]["transfers"] == case["params"]["bytes"]["off"]
 
 
 @pytest.mark.parametrize(
@@ -195,58 +172,6 @@ def test_a_wrong_kernel_has_no_share_of_a_limit(
     shown = command("bench", "kernels", *LIMITS, code=1)
     assert "the check failed" in shown
     assert max(map(len, shown.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("bench", OVERLAP)
-def test_with_and_without_overlap_in_one_run(bench: str, command: Command) -> None:
-    (case,) = command.json("bench", bench, *OVERLAP[bench], "--steps", "4")["cases"]
-    assert (case["name"], case["gate"]) == (bench, "passed")
-    impls = [result["impl"] for result in case["results"]]
-    assert impls == ["off", "transfers"]
-    assert_rates(case)
-
-
-class MissingCopies(DelayedStreams):
-    """Attention does not wait for pages that a side stream copies, so it reads the old bytes."""
-
-    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
-        def without_copies() -> T:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(SwapIn, "_gather", lambda *_: None)
-                return work()
-
-        return super().start(lane, without_copies)
-
-
-class Never(Pending[T]):
-    """Work without a join."""
-
-    def join(self) -> None:
-        pass
-
-
-class MissingJoins(DelayedStreams):
-    """Attention does not wait for tiles of a prefix, which are copied late."""
-
-    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
-        started = super().start(lane, work)
-        return Never(None) if "Staging._start" in getattr(work, "__qualname__", "") else started
-
-
-@pytest.mark.parametrize(
-    ("bench", "streams"),
-    [("step", MissingCopies("late")), ("prefill", MissingJoins("late"))],
-    ids=["step", "prefill"],
-)
-def test_overlap_without_waits_fails_the_gate(
-    bench: str,
-    streams: DelayedStreams,
-    monkeypatch: pytest.MonkeyPatch,
-    command: Command,
-) -> None:
-    monkeypatch.setattr("hisparse.cache.manager.make_streams", lambda device: streams)
-    (case,) = command.json("bench", bench, *OVERLAP[bench], "--steps", "4", code=1)["cases"]
-    assert (case["gate"], case["results"]) == ("failed", [])
 
 
 def test_each_selection_misses_what_was_asked_for() -> None:
@@ -361,8 +286,6 @@ def test_libraries_of_a_gpu_get_whole_contexts(monkeypatch: pytest.MonkeyPatch) 
             ["kernels", "--budget", "100"],
             "--budget: got 100, expected a multiple of --page-size 16",
         ),
-        (["step", "--algorithm", "dsa"], "algorithm 'dsa' cannot do page_size 16"),
-        (["step", "--algorithm", "dsa", "--page-size", "1"], "'dsa' asks the model's indexer"),
         (["decode", "--dtype", "int4"], "unknown --dtype 'int4'"),
         (["decode", "--budget", "100"], "--budget: got 100, expected a multiple of --page-size 16"),
         (["decode", "--context", "64"], "--budget: got 2048, expected at most the context"),

@@ -1,4 +1,4 @@
-"""The order of side streams: with stand-ins for CUDA streams."""
+"""The order of side work: with stand-ins for CUDA streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hisparse.cache.streams import CudaStreams, SideStreams, make_streams
+from hisparse.cache.streams import CudaStream, SideStream, make_stream
 
 
 class Stream:
@@ -46,59 +46,50 @@ def use(stream: Stream) -> Iterator[None]:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> SideStreams:
+def side(monkeypatch: pytest.MonkeyPatch) -> SideStream:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", use)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
     Stream.current = Stream()
-    streams = make_streams(torch.device("cuda"))
-    assert isinstance(streams, CudaStreams)
-    return streams
+    side = make_stream(torch.device("cuda"))
+    assert isinstance(side, CudaStream)
+    return side
 
 
 def operate() -> Counter[Stream]:
     return Stream.current.operate()
 
 
-def test_side_work_comes_after_its_start_and_before_its_join(streams: SideStreams) -> None:
+def test_side_work_comes_after_its_start_and_before_its_join(side: SideStream) -> None:
     before = operate()
-    read, write = streams.start("read", operate), streams.start("write", operate)
+    first, second = side.start(operate), side.start(operate)
     beside = operate()
-    reading = read.join()
-    after_read = operate()
-    writing = write.join()
-    assert before < reading
-    assert before < writing
-    assert not beside > reading, "nothing waits before the join"
-    assert not reading > beside, "the work does not wait for what came after its start"
-    assert after_read > reading
-    assert not after_read > writing
-    assert operate() > writing
+    one = first.join()
+    after_one = operate()
+    two = second.join()
+    assert before < one < two, "work runs in the order of the starts"
+    assert not beside > one, "nothing waits before the join"
+    assert not one > beside, "the work does not wait for what came after its start"
+    assert after_one > one
+    assert not after_one > two
+    assert operate() > two
 
 
-def test_work_of_one_lane_is_in_order_and_of_two_lanes_is_not(streams: SideStreams) -> None:
-    first, write, second = (streams.start(x, operate) for x in ("read", "write", "read"))
-    times = [started.join() for started in (second, first, write)]
-    assert times[0] > times[1]
-    assert not times[0] > times[2]
-    assert not times[2] > times[0]
-
-
-def test_join_all_leaves_nothing_behind(streams: SideStreams) -> None:
+def test_join_all_leaves_nothing_behind(side: SideStream) -> None:
     times: list[Counter[Stream]] = []
-    for lane in ("read", "write", "read"):
-        streams.start(lane, lambda: times.append(operate()))
-    streams.join_all()
+    for _ in range(3):
+        side.start(lambda: times.append(operate()))
+    side.join_all()
     end = operate()
     assert all(end > time for time in times)
 
 
-def test_work_holds_what_it_uses_until_it_is_joined(streams: SideStreams) -> None:
+def test_work_holds_what_it_uses_until_it_is_joined(side: SideStream) -> None:
     """Otherwise the allocator could reuse the memory: it tracks only the forward stream."""
 
     def start() -> tuple[weakref.ref[torch.Tensor], Callable[[], object]]:
         used = torch.zeros(3)
-        started = streams.start("write", lambda: len(used))
+        started = side.start(lambda: len(used))
         return weakref.ref(used), started.join
 
     used, join = start()
@@ -109,21 +100,21 @@ def test_work_holds_what_it_uses_until_it_is_joined(streams: SideStreams) -> Non
     assert used() is None
 
 
-def test_a_second_join_waits_for_nothing(streams: SideStreams) -> None:
+def test_a_second_join_waits_for_nothing(side: SideStream) -> None:
     """The event may belong to a graph that was captured in between."""
-    started = streams.start("read", lambda: "result")
+    started = side.start(lambda: "result")
     assert started.join() == "result"
     clock = Stream.current.record_event()
-    streams.start("read", operate)
+    side.start(operate)
     assert started.join() == "result"
     assert Stream.current.record_event() == clock
 
 
 def test_without_cuda_work_is_done_at_once() -> None:
-    streams, done = make_streams(torch.device("cpu")), []
-    assert not isinstance(streams, CudaStreams)
-    started = streams.start("read", lambda: done.append(1))
+    side, done = make_stream(torch.device("cpu")), []
+    assert not isinstance(side, CudaStream)
+    started = side.start(lambda: done.append(1))
     assert done == [1]
     started.join()
-    streams.join_all()
+    side.join_all()
     assert done == [1]

@@ -40,7 +40,7 @@ def test_algorithms_fit_80_columns(monkeypatch: pytest.MonkeyPatch, command: Com
 
 
 _COMMANDS = ["algorithms", "build", "check", "doctor", "eval", "plan", "bench", "storage"]
-_BENCHES = ["serve", "diff-tables", "transfer", "swap-in", "decode", "step", "prefill"]
+_BENCHES = ["serve", "diff-tables", "transfer", "swap-in", "decode", "kernels"]
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,8 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "sketch-mla-fp8": (_MLA | {"min_sparse_context": 40, "kv_cache_dtype": "fp8_e4m3"}, Sketch),
     "dsa-mla": (_TOKENS | _MLA | {"device_pages": 4 * 12}, DSA),
     "sketch-whole-context": (_WHOLE, Sketch),
-    "quest-overlap": ({"side_streams": 3}, Quest),
     "quest-reference": ({}, Quest),
-    "quest-host": (_HOST | {"dense_layers": (1,), "side_streams": 5}, Quest),
+    "quest-host": (_HOST | {"dense_layers": (1,)}, Quest),
     "quest-host-page-16-fp8": (
         _HOST
         | _PAGES_OF_16

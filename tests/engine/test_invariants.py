@@ -20,7 +20,7 @@ from hisparse.algorithms.topp import TopP
 from hisparse.cache.formats import format_of
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
-from tests.delayed import DelayedStreams
+from tests.delayed import DelayedStream
 from tests.engine.test_replay import assert_same, state_of
 from tests.sizes import crossed
 
@@ -108,10 +108,10 @@ def test_dense_service_equals_dense_attention(
 
 
 @pytest.mark.parametrize("settings", FP8_LATENTS.values(), ids=FP8_LATENTS)
-def test_captured_steps_and_side_streams_change_no_bit(settings: dict[str, Any]) -> None:
+def test_captured_steps_and_side_work_change_no_bit(settings: dict[str, Any]) -> None:
     settings = settings | {"min_sparse_context": 60}
     plain, outs = Simulator(**settings, checked=False), []
-    replaying = ReplayingSimulator(**settings, side_streams=DelayedStreams("late"))
+    replaying = ReplayingSimulator(**settings, aside=DelayedStream("late"))
     for sim in (plain, replaying):
         a, b = sim.request(1, 150, seed=5), sim.request(2, 150, seed=6)
         steps = [*sim.prefill((a, 70), (b, 41)), *sim.prefill((b, 25))]

@@ -17,10 +17,7 @@ from hisparse.engine.batches import MixedBatch
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace import SelectionTrace
-from tests.delayed import DelayedStreams
-from tests.engine.test_overlap import ORDERS, REUSE, TIGHT, assert_equal
-from tests.engine.test_replay import assert_same, state_of
-from tests.sizes import sized
+from tests.engine.test_replay import REUSE, TIGHT, assert_equal, assert_same, state_of
 
 DENSE_BELOW = 80
 SETTINGS = [
@@ -86,18 +83,6 @@ def test_outputs_and_counters_are_those_of_two_forwards(settings: dict[str, Any]
     assert got["hit_pages"] + got["miss_pages"] == expected["hit_pages"] + expected["miss_pages"]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_the_order_of_side_streams_changes_nothing(settings: dict[str, Any]) -> None:
-    plain = Simulator(**settings)
-    expected = play(plain)
-    for order in sized(["late"], ORDERS):
-        streams = DelayedStreams(order)
-        sim = Simulator(**settings, side_streams=streams)
-        assert_equal(play(sim), expected)
-        assert_same(state_of(sim), state_of(plain))
-        assert streams.num_waiting == 0, "nothing outlives its forward"
-
-
 def test_mixed_forwards_between_replayed_steps() -> None:
     settings = {"min_sparse_context": DENSE_BELOW, "scope": "kv_head"}
     eager, replaying = Simulator(**settings, checked=False), ReplayingSimulator(**settings)
@@ -119,13 +104,11 @@ def test_a_sparse_row_leaves_no_exact_page() -> None:
     assert flags.read(torch.tensor(prompt.host_pages)).all()
 
 
-@pytest.mark.parametrize("order", [None, "late"])
-def test_a_trace_has_the_steps_of_mixed_forwards(tmp_path: Path, order: Any) -> None:
+def test_a_trace_has_the_steps_of_mixed_forwards(tmp_path: Path) -> None:
     traces = []
     for number, kind in enumerate((Apart, Simulator)):
-        streams = None if order is None else DelayedStreams(order)
         path = str(tmp_path / f"{number}.trace")
-        sim = kind(extensions={"trace": path}, side_streams=streams)
+        sim = kind(extensions={"trace": path})
         play(sim)
         trace: Any = sim.coordinator.extensions["trace"]
         trace.close()
@@ -139,8 +122,8 @@ def test_a_trace_has_the_steps_of_mixed_forwards(tmp_path: Path, order: Any) -> 
 
 
 def test_a_mixed_forward_that_fails_leaves_nothing_behind() -> None:
-    """Neither a tile, nor a transfer, nor a step of the requests that decoded."""
-    sims = [Simulator(side_streams=DelayedStreams("late")) for _ in range(2)]
+    """Nor a step of the requests that decoded."""
+    sims = [Simulator() for _ in range(2)]
     outs = []
     for fails, sim in zip((False, True), sims, strict=True):
         one, two, three = (sim.request(slot, 190, seed=slot) for slot in (1, 2, 3))

@@ -16,9 +16,14 @@ from hisparse.algorithms.streaming import Streaming
 from hisparse.algorithms.topp import TopP
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
+from tests.delayed import DelayedStream, Order
 from tests.sizes import crossed
 
 SCOPES = ["layer", "kv_head", "query_head"]
+ORDERS: list[Order] = ["early", "late", 1, 2]
+REUSE = {"layers": 5, "reuse_layers": 2}
+#: Rows without a spare page: what one load evicts, another one may need.
+TIGHT = {"budget": 48, "device_buffer": 48, "max_row": 48}
 TOKENS = {
     "page_size": 1,
     "host_pages": 1600,
@@ -59,6 +64,12 @@ def state_of(sim: Simulator) -> dict[str, torch.Tensor]:
         for name, pages in zip("kvs", device.stored(layer).tensors, strict=False):
             own[f"device {name} {layer}"] = pages[heads:]
     return own
+
+
+def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(got) == len(expected)
+    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(one, other), f"forward {number}: {(one - other).abs().max()}"
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -116,13 +127,38 @@ def test_a_replayed_step_of_one_selection_for_all_heads(settings: dict[str, Any]
     check("layer", settings)
 
 
-def check(scope: str, settings: dict[str, Any]) -> None:
+@crossed("scope, order", SCOPES, ORDERS)
+def test_full_tail_pages_are_served_beside_the_next_layers(scope: str, order: Order) -> None:
+    check(scope, REUSE | {"min_sparse_context": 80}, DelayedStream(order))
+
+
+@pytest.mark.parametrize(
+    ("settings", "aside"),
+    [
+        pytest.param({}, True, id="sketch"),
+        pytest.param({"algorithm": Quest()}, True, id="quest"),
+        pytest.param(
+            TOKENS | {"algorithm": DSA(), "scope": "layer"},
+            False,
+            id="dsa-reads-the-indexers-inputs",
+        ),
+    ],
+)
+def test_each_layer_of_a_captured_step_serves_full_tail_pages_aside(
+    settings: dict[str, Any], aside: bool
+) -> None:
+    """The step runs twice, to warm up and to be recorded."""
+    stream = DelayedStream("late")
+    sim = ReplayingSimulator(**settings, aside=stream)
+    assert stream.num_started == stream.num_delayed == 2 * sim.layers * aside
+
+
+def check(scope: str, settings: dict[str, Any], aside: DelayedStream | None = None) -> None:
     eager = Simulator(scope=scope, checked=False, **settings)
-    replaying = ReplayingSimulator(scope=scope, **settings)
+    replaying = ReplayingSimulator(scope=scope, **settings, aside=aside)
     expected, _ = play(eager)
     got, _ = play(replaying)
     assert replaying.num_replayed == len(got), "no step had to run eagerly"
-    for step, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert torch.equal(one, other), f"step {step}: {(one - other).abs().max()}"
+    assert_equal(got, expected)
     assert_same(state_of(replaying), state_of(eager))
     assert replaying.coordinator.stats() == eager.coordinator.stats()

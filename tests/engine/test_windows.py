@@ -20,7 +20,6 @@ from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace.reader import SelectionTrace
 from hisparse.types import KVSpec
-from tests.delayed import DelayedStreams
 from tests.engine.test_invariants import assert_dense
 from tests.shapes import TWO_LAYERS, machine
 from tests.sizes import SWEEPS
@@ -72,7 +71,6 @@ def test_a_budget_of_the_whole_context_is_the_dense_model(window: int, scope: An
         pytest.param({"min_sparse_context": 1000}, id="resident"),
         pytest.param({"dense_layers": (0, 1, 3), "max_row": 40}, id="dense layers"),
         pytest.param({"algorithm": ALGORITHMS.get("topp")()}, id="topp"),
-        pytest.param({"side_streams": DelayedStreams("late")}, id="overlap"),
     ],
 )
 def test_windows_beside_other_settings(settings: dict[str, Any]) -> None:

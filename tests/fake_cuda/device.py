@@ -67,7 +67,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
         patch.object(FakeTensorMode, "avoid_device_init", True),
         patch.object(FakeTensor, "data_ptr", address, create=True),
         patch.object(build_cuda, "cuda_library", lambda: launches.library),
-        patch.object(manager, "make_streams", lambda device: launches.streams),
+        patch.object(manager, "make_stream", lambda device: launches.aside),
         patch.object(JITFunction, "run", lambda *args, **each: launches.run_triton(*args, **each)),
     ]
     zeros = allocate.zeros

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hisparse.cache.streams import Lane, Pending, SideStreams
+from hisparse.cache.streams import Pending, SideStream
 from hisparse.kernels.operation import OPERATIONS
 from hisparse.testing.operations import tensors_in
 from tests.kernels.gpu.on_gpu import IN_HOST_MEMORY
@@ -87,7 +87,7 @@ class Launches(TorchDispatchMode):
     Attributes:
         all: the launches.
         library: takes the place of the library of CUDA kernels.
-        streams: takes the place of side streams.
+        aside: takes the place of the side stream.
         waits: copies between host and device that wait for the stream, with the line that copies.
     """
 
@@ -97,7 +97,7 @@ class Launches(TorchDispatchMode):
         self.all: list[Launch] = []
         self.waits: list[str] = []
         self.library = _Library(self)
-        self.streams = _Aside()
+        self.aside = _Aside()
         self._layer: int | None = None
         self._forward, self._captured = "a forward", False
 
@@ -190,7 +190,7 @@ class Launches(TorchDispatchMode):
         self.waits.append(f"{list(source.shape)} from {source.device} to {target.device} {_line()}")
 
     def add(self, launch: Launch) -> None:
-        aside = "aside." if self.streams.running else ""
+        aside = "aside." if self.aside.running else ""
         self.all.append(replace(launch, name=aside + launch.name))
 
     def call_cuda(self, name: str, *arguments: Any) -> Any:
@@ -237,11 +237,11 @@ def _line() -> str:
     return f"at {lines[-1].filename}:{lines[-1].lineno}" if lines else "in a test"
 
 
-class _Aside(SideStreams):
+class _Aside(SideStream):
     def __init__(self) -> None:
         self.running = False
 
-    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
+    def start(self, work: Callable[[], T]) -> Pending[T]:
         self.running = True
         try:
             return Pending(work())

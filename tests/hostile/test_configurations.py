@@ -43,7 +43,6 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "min_sparse_context": (0, 1000, 4096),
     "dense_layers": (None, [], [0], [0, 3], [5]),
     "reuse_layers": (1, 2),
-    "overlap": (True, False),
     "miss": ("transfer", "host"),
     "host_memory": (0.5, "64GiB", 1 << 34, "1.5 TB"),
     "device_memory": (None, 0.5, "8GiB"),

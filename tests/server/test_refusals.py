@@ -128,7 +128,6 @@ REFUSED: list[Refused] = [
                      "--speculative-draft-kv-cache-dtype fp8_e4m3")
     ),
     (NGRAM, {"tail_estimate": True}, apart(NGRAM, "tail_estimate", "no extension")),
-    (NGRAM, {"overlap": True}, apart(NGRAM, "overlap: true", "overlap: false")),
     (NGRAM, STORE, apart(NGRAM, "storage", "no storage")),
     # Ranks and replicas.
     *(

@@ -110,7 +110,7 @@ RESTARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "pages of 64": ("llama", {}, ("--page-size", "64")),
     "snapkv": ("llama", {"algorithm": "snapkv"}, ()),
     "dipr": ("llama", {"algorithm": "dipr", "device_buffer_size": 512}, ()),
-    "tail": ("llama", {"tail_estimate": True, "overlap": True}, ()),
+    "tail": ("llama", {"tail_estimate": True}, ()),
     "chunks": ("llama", {}, ("--chunked-prefill-size", "128")),
     "mla": ("deepseek_v2", {}, ()),
     "dsa": ("deepseek_v32", DSA | {"algorithm_config": {}, "device_memory": "64MB"}, ()),

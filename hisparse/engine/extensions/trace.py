@@ -91,7 +91,7 @@ class Trace(Extension):
             heads=policy.heads,
             max_pages=policy.max_pages,
             layers=tuple(layers),
-            attended_by=tuple(1 + len(modes.followers(x)) for x in layers),
+            attended_by=tuple(map(modes.attended_by, layers)),
             settings=context.config.effective(),
             version=__version__,
             started=datetime.now(UTC).isoformat("T", "seconds"),

@@ -311,9 +311,6 @@ EXTENSION: Final = Option(
 EXTENSION_OF_ALL_LAYERS: Final = Option(
     given=_extension_of_all_layers, expected="no extension that needs all layers"
 )
-OVERLAP: Final = Option(
-    given=lambda start: "overlap: true" if start.config.overlap else "", expected="overlap: false"
-)
 REUSED_LAYERS: Final = Option(
     given=lambda start: (
         f"reuse_layers: {start.config.reuse_layers}" if start.config.reuse_layers > 1 else ""

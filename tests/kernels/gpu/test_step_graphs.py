@@ -1,29 +1,51 @@
 """The coordinator's whole decode step, captured once and replayed: eager results, bit for bit.
 
-On a CPU the operations are recorded, which shows that this test has something to capture.
+On a CPU the operations are recorded, which shows that this test has something to capture. Side work
+is late, so that no wait is missing if nothing changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from hisparse.cache import manager
+from hisparse.cache.streams import CudaStream, Pending, SideStream
 from hisparse.engine.batches import StaticBatch
 from hisparse.testing.recording import record
 from hisparse.types import SelectionScope
 from hisparse_bench.random_requests import RandomRequests
+from tests.delayed import DelayedStream
 from tests.shapes import small_spec
 
+T = TypeVar("T")
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 BATCH, PADDED, LAYERS, HEADS, DIM, SIZE = 3, 4, 2, 2, 64, 16
 CONTEXT, ROOM = 40 * SIZE, 3 * SIZE
+#: About a millisecond: longer than a layer of this test.
+_CYCLES = 2_000_000
 
 
-def make_world(device: str, scope: SelectionScope, **settings: Any) -> RandomRequests:
+class SlowStream(CudaStream):
+    """Each work begins late."""
+
+    def start(self, work: Callable[[], T]) -> Pending[T]:
+        def late() -> T:
+            torch.cuda._sleep(_CYCLES)
+            return work()
+
+        return super().start(late)
+
+
+def slow_stream(device: torch.device) -> SideStream:
+    return SlowStream(device) if device.type == "cuda" else DelayedStream("late")
+
+
+def make_world(device: str, scope: SelectionScope) -> RandomRequests:
     heads = {"num_q_heads": 2 * HEADS, "num_kv_heads": HEADS, "head_dim": DIM, "v_head_dim": DIM}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     kv = small_spec(num_layers=LAYERS, **heads, dtype=dtype, page_size=SIZE)
@@ -36,7 +58,6 @@ def make_world(device: str, scope: SelectionScope, **settings: Any) -> RandomReq
         max_new_tokens=ROOM,
         device=torch.device(device),
         scope=scope,
-        **settings,
     )
 
 
@@ -83,7 +104,10 @@ class Captured:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("scope", ["layer", "kv_head", "query_head"])
-def test_a_captured_step_replays_bitwise(scope: SelectionScope, device: str) -> None:
+def test_a_captured_step_replays_bitwise(
+    scope: SelectionScope, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "make_stream", slow_stream)
     eager, other = make_world(device, scope), make_world(device, scope)
     captured = Captured(other)
     for _ in range(2 * SIZE + 3):

@@ -13,7 +13,6 @@ from hisparse.sglang.features.base import (
     ATTENTION_REPLICAS,
     EXTENSION,
     GPU,
-    OVERLAP,
     PIPELINE,
     RANKS,
     REPLICAS,
@@ -161,11 +160,9 @@ class Speculation(Feature):
     name = "speculation"
     serves = (SPECULATION,)
     excludes = {
-        SPECULATION: (
-            GPU, ATTENTION_REPLICAS, REPLICAS, RANKS, PIPELINE, EXTENSION, OVERLAP, STORAGE,
-        ),
+        SPECULATION: (GPU, ATTENTION_REPLICAS, REPLICAS, RANKS, PIPELINE, EXTENSION, STORAGE),
         DRAFT_MODEL: UNTRIED_DRAFTS,
-    }  # fmt: skip
+    }
     flags = (Flag("speculative_algorithm", ("NONE", *_ALGORITHMS), "--speculative-algorithm"),)
     hooks = {
         "sglang.srt.speculative.eagle_worker_common.run_eagle_verify": around_run_eagle_verify,
