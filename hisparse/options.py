@@ -245,8 +245,6 @@ class StorageOptions:
         timeout_s: time limit of a call to the store, in seconds, with a second more for every 256
             MiB. Late pages are computed.
         threads: threads that load pages.
-        representations: whether the store keeps page representations beside K and V ("stored"), or
-            they are "built" from the keys of loaded pages. Backends other than "file" keep none.
         swap_min_tokens: if a retraction takes at least so many tokens from a request, they are
             written to the store and read back; fewer are computed. None: all are computed.
         options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
@@ -259,7 +257,6 @@ class StorageOptions:
     ttl_s: float | None = None
     timeout_s: float = 5.0
     threads: int = 2
-    representations: Literal["stored", "built"] = "stored"
     swap_min_tokens: int | None = 256
     options: Mapping[str, Any] = field(default_factory=dict)
 

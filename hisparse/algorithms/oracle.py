@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,15 +21,9 @@ class Oracle(PageScoreAlgorithm):
 
     A reference for measuring, not for serving: it keeps a copy of all keys on the device. With
     pages of one token it is the exact top-k.
-
-    Attributes:
-        reduce: how a page's score follows from the logits of its tokens: "logsumexp" gives the
-            page's share of the softmax, "max" its best token.
     """
 
     captured_launches: ClassVar[int] = 12
-
-    reduce: Literal["logsumexp", "max"] = "logsumexp"
 
     def summary_shape(self, kv: KVSpec) -> tuple[int, ...]:
         return (kv.page_size, kv.num_kv_heads, kv.head_dim)
@@ -51,8 +45,7 @@ class Oracle(PageScoreAlgorithm):
         """
         keys = summaries.permute(0, 3, 4, 1, 2).flatten(3).to(query.dtype)
         logits = query.unflatten(1, (keys.shape[1], -1)) @ keys
-        pages = logits.unflatten(-1, (summaries.shape[1], -1))
-        scores: Tensor = pages.amax(-1) if self.reduce == "max" else pages.logsumexp(-1)
+        scores: Tensor = logits.unflatten(-1, (summaries.shape[1], -1)).logsumexp(-1)
         return scores.flatten(1, 2)
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
@@ -67,6 +60,6 @@ class Oracle(PageScoreAlgorithm):
             HostKeys(step.representations["summary"][layer_id].transpose(1, 2)),
             step.host_page_table[:, : step.max_pages],
             step.num_pages,
-            reduce="max" if self.reduce == "max" else "lse",
+            reduce="lse",
             logit_cap=step.policy.logit_cap,
         )

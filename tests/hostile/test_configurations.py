@@ -29,7 +29,7 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "algorithm": ("sketch", "quest", "snapkv", "topp", "streaming", "oracle", "dipr", "dsa"),
     "algorithm_config": (
         {}, {"detail": 0.5}, {"economy": True}, {"ranges": 2}, {"summary_dtype": "float32"},
-        {"window": 8}, {"mass": 0.9}, {"reduce": "max"}, {"beta": 3.0},
+        {"window": 8}, {"mass": 0.9}, {"beta": 3.0},
         {"alpha": 0.01}, {"index_dtype": "float32"},
     ),
     "budget": (96, 128, 512, 2048, 4096),
@@ -60,9 +60,7 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
         {"path": "/x", "ttl_s": 3600}, {"backend": "mooncake", "ttl_s": 60},
         {"backend": "mooncake", "options": {"protocol": "tcp"}}, {"backend": "mooncake"},
         {"backend": "nixl", "path": "lru"}, {"backend": "hf3fs", "size": 4096}, {"size": "1GiB"},
-        {"path": "/x", "swap_min_tokens": 100, "representations": "built"},
-        {"path": "/x", "swap_min_tokens": None, "representations": "stored"},
-        {"backend": "mooncake", "representations": "stored"},
+        {"path": "/x", "swap_min_tokens": 100}, {"path": "/x", "swap_min_tokens": None},
     ),
 }  # fmt: skip
 

@@ -67,7 +67,7 @@ def representation_records(
         options: of the storage.
         pages: records of K and V.
     """
-    if options.representations == "built" or options.backend != "file":
+    if options.backend != "file":
         return None
     entries, of_kv = session.coordinator.rebuilt_entries(), pages.serializer
     serializer = PageSerializer(of_kv.host, of_kv.page_tokens, entries, with_kv=False)
