@@ -22,6 +22,7 @@
 # make lint    what takes seconds of make test
 # make setup   .venv/, which the others make themselves
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
+# make ruler   .venv/ruler/, 250 MB more, RULER for `hisparse eval --ruler`; make test makes it itself
 # make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
 # make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
 # make mooncake-tools   .venv/mooncake/, 150 MB, which PART=sweeps and make soak make on Debian
@@ -40,7 +41,7 @@
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-sweeps test-isa test-sanitizers test-quality \
-	test-hostile test-models test-modes test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
+	test-hostile test-models test-modes test-faults test-soak test-compile soak lint setup lm-eval ruler fuzz-tools \
 	older-triton site site-tools mooncake-tools gpu-check gpu-wheels pins audit \
 	licences wheel docs clean
 
@@ -50,7 +51,7 @@ python := .venv/bin/python
 demo: setup
 	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: setup lm-eval site-tools
+test: setup lm-eval ruler site-tools
 	@$(python) scripts/run_tests.py
 
 parts := sweeps isa sanitizers compile quality hostile models modes faults soak
@@ -134,6 +135,12 @@ lm-eval: setup
 			--require-hashes -r requirements/lm-eval.txt && \
 		cp requirements/lm-eval.txt .venv/lm-eval/pins.txt; }
 
+ruler: setup
+	@cmp -s requirements/ruler.txt .venv/ruler/pins.txt || { \
+		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/ruler \
+			--only-binary :all: --require-hashes -r requirements/ruler.txt && \
+		cp requirements/ruler.txt .venv/ruler/pins.txt; }
+
 fuzz-tools: setup
 	@cmp -s requirements/fuzz.txt .venv/fuzz/pins.txt || { \
 		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/fuzz \
@@ -178,8 +185,8 @@ gpu-check:
 gpu-wheels:
 	@scripts/gpu_wheels.sh
 
-pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt site.txt \
-	mooncake.txt)
+pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt ruler.txt fuzz.txt triton.txt \
+	site.txt mooncake.txt)
 
 # Apart from .venv, whose packages are pinned.
 release_python := .venv/release/bin/python

@@ -6,7 +6,9 @@ import argparse
 import functools
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,21 @@ from hisparse.cli.terminal import (
 )
 from hisparse.config import HiSparseConfig
 from hisparse.doctor import provenance
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval import TASKS, Evaluation, Method, make_cells, make_summary, parse_methods
-from hisparse.eval.models import MODELS, load, resolve
-from hisparse.eval.tables import make_tables
+from hisparse.eval.evaluation import Progress, check_context
+from hisparse.eval.models import MODELS, default_cache, load, resolve
+from hisparse.eval.results import make_ruler_cells
+from hisparse.eval.ruler import TASKS as RULER_TASKS
+from hisparse.eval.ruler import RulerEvaluation, make_prompts
+from hisparse.eval.tables import Table, make_ruler_tables, make_tables
 from hisparse.options import read_text
 
 #: The ceiling, the default and the floor.
 _ALGORITHMS = ["oracle", HiSparseConfig.algorithm, "streaming"]
+#: What ``make ruler`` installs, and documents of each of RULER's tasks.
+_RULER = Path(sys.prefix) / "ruler"
+_RULER_DOCUMENTS = 50
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -57,14 +66,19 @@ def add_parser(commands: Any) -> None:
     add("--seeds", number, "documents of each text and length", 1)
     text = "read documents from this file instead of the built-in texts; may be repeated"
     add("--text", file, text, **repeated)
-    add("--tasks", names, "only these of the built-in tasks, or tasks of lm-eval instead")
-    add("--limit", number, "documents of each task of lm-eval (all)")
+    add("--tasks", names, "only these of the built-in or of RULER's tasks, or tasks of lm-eval")
+    text = "run RULER's 13 tasks instead of the built-in ones"
+    parser.add_argument("--ruler", action="store_true", help=text)
+    add("--limit", number, f"documents of each task of lm-eval (all) or RULER ({_RULER_DOCUMENTS})")
     text = "where records are kept; an interrupted run continues from them"
     add("--out", file, text, Path("hisparse-eval"), metavar="FOLDER")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     methods = parse_methods(arguments.algorithm, arguments.budget, arguments.config)
+    _check_different("--context", arguments.context)
+    if arguments.ruler:
+        return _run_ruler(arguments, methods)
     tasks = arguments.tasks or TASKS
     if others := [name for name in tasks if name not in TASKS]:
         if len(others) < len(tasks):
@@ -77,13 +91,11 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--limit: got {arguments.limit} without --tasks, expected tasks of lm-eval with it"
         )
-    _check_different("--context", arguments.context)
     _check_different("--text", [file.stem for file in arguments.text])
     given = {file.stem: read_text(file, "--text") for file in arguments.text}
     texts = {"texts": given} if given else {}
     net, tokenizer, folder = _load(arguments.model, arguments.dtype)
-    with progress_bar() as bar:
-        task = bar.add_task("")
+    with _progress() as progress:
         records = Evaluation(
             model=net,
             tokenizer=tokenizer,
@@ -92,9 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
             seeds=arguments.seeds,
             folder=arguments.out / Path(folder).name,
             tasks=tasks,
-            progress=lambda what, done, total: bar.update(
-                task, description=what, completed=done, total=total
-            ),
+            progress=progress,
             **texts,
         ).run()
     result = _origin(arguments) | {
@@ -102,7 +112,47 @@ def _run(arguments: argparse.Namespace) -> int:
         "cells": make_cells(records),
         "summary": make_summary(records),
     }
-    print_result(arguments, result, lambda console: _print_tables(console, result))
+    print_result(arguments, result, lambda console: _print_tables(console, make_tables(result)))
+    return 0
+
+
+def _run_ruler(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
+    """Run RULER's tasks."""
+    tasks = arguments.tasks or list(RULER_TASKS)
+    _check_different("--tasks", tasks)
+    for name in tasks:
+        if name not in RULER_TASKS:
+            raise ConfigError(f"--tasks: {unknown_name('RULER task', name, RULER_TASKS)}")
+    if arguments.text or arguments.seeds > 1:
+        flag = "--text" if arguments.text else "--seeds"
+        raise ConfigError(f"{flag}: got it with --ruler, expected one of them: RULER has its own")
+    net, tokenizer, folder = _load(arguments.model, arguments.dtype)
+    for length in arguments.context:
+        check_context(net, length)
+    with _progress() as progress:
+        prompts = make_prompts(
+            tokenizer,
+            tasks=tasks,
+            contexts=arguments.context,
+            count=arguments.limit or _RULER_DOCUMENTS,
+            package=_RULER,
+            cache=default_cache() / "ruler",
+            progress=progress,
+        )
+        records = RulerEvaluation(
+            model=net,
+            tokenizer=tokenizer,
+            methods=methods,
+            prompts=prompts,
+            folder=arguments.out / Path(folder).name,
+            progress=progress,
+        ).run()
+    result = _origin(arguments) | {
+        "dtype": str(net.dtype).removeprefix("torch."),
+        "cells": make_ruler_cells(records),
+    }
+    tables = make_ruler_tables(result["cells"])
+    print_result(arguments, result, lambda console: _print_tables(console, tables))
     return 0
 
 
@@ -130,6 +180,25 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     result = _origin(arguments) | {"tasks": scores}
     print_result(arguments, result, lambda console: _print_scores(console, scores))
     return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on a terminal, lines elsewhere, of what is done and how long the rest will take."""
+    began = time.monotonic()
+    with progress_bar() as bar:
+        task = bar.add_task("")
+
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal began
+            began = began if done else time.monotonic()
+            bar.update(task, description=what, completed=done, total=total)
+            if bar.disable:
+                passed = time.monotonic() - began
+                left = f", {passed / done * (total - done) / 60:.0f} min left" if done else ""
+                print(f"hisparse: {done} of {total}{left}: {what}", file=sys.stderr, flush=True)
+
+        yield report
 
 
 def _print_scores(console: Console, scores: Sequence[dict[str, Any]]) -> None:
@@ -175,8 +244,8 @@ def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
     return net, load(AutoTokenizer, folder), folder
 
 
-def _print_tables(console: Console, result: dict[str, Any]) -> None:
-    for title, note, heads, rows in make_tables(result):
+def _print_tables(console: Console, tables: Sequence[Table]) -> None:
+    for title, note, heads, rows in tables:
         table = make_table(*heads, right=heads[1:], title=title)
         for row in rows:
             table.add_row(*map(Text, row))

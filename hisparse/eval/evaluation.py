@@ -51,6 +51,69 @@ def rows_that_fit(model: Any, config: HiSparseConfig) -> int:
     return max(1, int(_FREE_FRACTION * free) // row_bytes)
 
 
+def check_context(model: Any, length: int) -> None:
+    """Check that a model takes ``length`` tokens; raise ``ConfigError`` if it does not."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ConfigError(f"context: got {length} tokens, expected at most the model's {longest}")
+
+
+def make_folder(model: Any, folder: Path) -> Path:
+    """Make the folder of a model's records: ``folder`` with dtype and a digest of the weights."""
+    from hisparse.transformers.fingerprint import model_fingerprint
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    made = folder.with_name(f"{folder.name}-{dtype}-{model_fingerprint(model)}")
+    try:
+        made.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out: cannot make {str(made)!r}: {error.strerror}; expected a folder"
+        ) from None
+    return made
+
+
+@torch.no_grad()
+def prefill(
+    model: Any, config: HiSparseConfig, folder: Path, prompts: Sequence[Tensor], **sizes: Any
+) -> list[tuple[Any, Tensor]]:
+    """Read prompts. The store in ``folder`` provides the prefixes it has, and gets the others.
+
+    Args:
+        model: a transformers model with hisparse enabled.
+        config: the settings.
+        folder: of the store.
+        prompts: ``[n] int64`` each.
+        sizes: of :class:`~hisparse.transformers.HiSparseCache`.
+
+    Returns:
+        A cache of one row for each prompt, all in one host pool, and the logits ``[V]`` after it.
+    """
+    from hisparse.transformers import DB, HiSparseCache
+
+    found: list[tuple[Any, Tensor]] = []
+
+    def read(cache: Any, ids: Tensor) -> None:
+        ids = ids[None].to(model.device)
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+        found.append((cache, logits[0, -1]))
+
+    try:
+        db = DB(folder, model, config, **sizes)
+    except ConfigError:
+        # No store may have the pages of this model or algorithm. Wrong sizes fail again here.
+        empty = HiSparseCache(model, config, **sizes)
+        for ids in prompts:
+            read(empty.fork(), ids)
+        return found
+    with db:
+        for ids in prompts:
+            session, rest = db.create_session(ids)
+            read(session.cache, rest)
+            session.store(ids)
+    return found
+
+
 #: Called with a description, the steps done, and the number of steps.
 Progress = Callable[[str, int, int], None]
 
@@ -82,24 +145,11 @@ class Evaluation:
     tasks: Sequence[str] = TASKS
     progress: Progress = lambda _description, _done, _total: None
 
-    def __post_init__(self) -> None:
-        from hisparse.transformers.fingerprint import model_fingerprint
-
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        self._folder = self.folder.with_name(
-            f"{self.folder.name}-{dtype}-{model_fingerprint(self.model)}"
-        )
-
     def run(self) -> list[dict[str, Any]]:
         """Run what has no record yet; return the records of all documents and methods."""
         from hisparse.transformers import disable, enable
 
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"--out: cannot make {str(self._folder)!r}: {error.strerror}; expected a folder"
-            ) from None
+        self._folder = make_folder(self.model, self.folder)
         records = Records(self._folder)
         found = records.read()
         wanted = [Method.dense(), *self.methods]
@@ -119,12 +169,8 @@ class Evaluation:
         return [found[key] for key in keys]
 
     def _documents(self) -> Iterator[Document]:
-        longest = getattr(self.model.config, "max_position_embeddings", None)
         for length in self.contexts:
-            if longest is not None and length > longest:
-                raise ConfigError(
-                    f"context: got {length} tokens, expected at most the model's {longest}"
-                )
+            check_context(self.model, length)
             for seed in range(self.seeds):
                 for name, text in self.texts.items():
                     yield make_document(self.tokenizer, text, name, length, seed, self.tasks)
@@ -195,33 +241,19 @@ class Evaluation:
         return scores, page_bytes / policy.kv.page_size
 
     def _context(self, document: Document, config: HiSparseConfig, rows: int) -> Any:
-        """A cache with the document up to the first item; the store provides the prefix it has."""
-        from hisparse.transformers import DB, HiSparseCache
-
+        """A cache with the document up to the first item."""
         length = len(document.ids)
         longest = max(len(item.ids) for item in document.items)
-        sizes: dict[str, Any] = {
-            "max_batch_size": rows + 1,
-            "max_length": length + longest,
-            "max_tokens": length + (rows + 1) * (longest + 2 * config.page_size),
-        }
         ids = torch.tensor(document.ids[: min(item.start for item in document.items)])
-        try:
-            db = DB(self._folder / "contexts", self.model, config, **sizes)
-        except ConfigError:
-            # No store may have the pages of this model or algorithm. Wrong sizes fail again here.
-            return self._prefill(HiSparseCache(self.model, config, **sizes), ids)
-        with db:
-            session, rest = db.create_session(ids)
-            self._prefill(session.cache, rest)
-            session.store(ids)
-        return session.cache
-
-    @torch.no_grad()
-    def _prefill(self, cache: Any, ids: Tensor) -> Any:
-        """Compute the next tokens ``[n]`` of a cache and return it."""
-        ids = ids[None].to(self.model.device)
-        self.model(ids, past_key_values=cache, logits_to_keep=1)
+        ((cache, _),) = prefill(
+            self.model,
+            config,
+            self._folder / "contexts",
+            [ids],
+            max_batch_size=rows + 1,
+            max_length=length + longest,
+            max_tokens=length + (rows + 1) * (longest + 2 * config.page_size),
+        )
         return cache
 
 

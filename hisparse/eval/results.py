@@ -43,14 +43,17 @@ class RecordKey(NamedTuple):
 
 
 class Records:
-    """The file ``records.jsonl``, a line for each document and method.
+    """A file with a line for each document and method.
 
     Args:
         folder: contains the file.
+        name: of the file.
+        kind: ``TypedDict`` of a line.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / "records.jsonl"
+    def __init__(self, folder: Path, name: str = "records.jsonl", kind: type | None = None) -> None:
+        self._path = folder / name
+        self._kind = kind or RecordLine
 
     def read(self) -> dict[RecordKey, dict[str, Any]]:
         """Read all records; cut off the last line if it is incomplete.
@@ -74,7 +77,7 @@ class Records:
         where = f"{str(self._path)!r} line {number}"
         try:
             record = parse_object(line, where, '{"document": "", ...}')
-            check_fields(where, record, RecordLine)
+            check_fields(where, record, self._kind)
         except ConfigError as error:
             raise ConfigError(
                 f"{error}; delete this line to evaluate its document and method again"
@@ -109,8 +112,27 @@ class RecordLine(TypedDict):
     items: list[ItemLine]
 
 
+class RulerLine(TypedDict):
+    """A line of ``ruler.jsonl``."""
+
+    document: str
+    method: str
+    budget: int
+    config: str
+    context: int
+    task: str
+    tokens: int
+    algorithm: str
+    score: float
+    answer: str
+
+
 #: Tasks on which the dense model scores lower are shown in brackets and do not rank methods.
 USABLE = 0.9
+#: The same for RULER's tasks.
+USABLE_RULER = 0.5
+#: Name of the mean over RULER's usable tasks.
+MEAN = "mean"
 _MEANS = ("mass", "oracle_recall", "kept_mean")
 
 
@@ -140,6 +162,53 @@ def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
                     "usable": reference >= USABLE,
                     "n": len(correct),
                     "kept_mean": _mean(group, "kept_mean"),
+                }
+            )
+    return cells
+
+
+def make_ruler_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A cell for each method, budget, context and task of RULER, and one for their mean.
+
+    ``low`` and ``high`` are a 95% bootstrap interval over prompts; so are ``lost_low`` and
+    ``lost_high`` of ``lost``, the dense model's score less the method's, in pairs. ``tokens`` are
+    the shortest, mean and longest prompt. ``usable`` says whether the dense model scores at least
+    :data:`USABLE_RULER`; ``MEAN`` is over the prompts of such tasks.
+    """
+    cells = []
+    dense = {key: r["score"] for key, r in _dense(records).items()}
+    for (method, budget, context), group in _grouped(records):
+        tasks: dict[str, list[Record]] = {}
+        for r in group:
+            tasks.setdefault(r["task"], []).append(r)
+        references = {
+            task: float(np.mean([dense[r["document"]] for r in part]))
+            for task, part in tasks.items()
+        }
+        usable = [r for r in group if references[r["task"]] >= USABLE_RULER]
+        for task, part in {**tasks, **({MEAN: usable} if usable else {})}.items():
+            scores = np.array([r["score"] for r in part])
+            lost = np.array([dense[r["document"]] for r in part]) - scores
+            tokens = [r["tokens"] for r in part]
+            low, high = mean_interval(scores)
+            lost_low, lost_high = mean_interval(lost)
+            reference = float(scores.mean() + lost.mean())
+            cells.append(
+                {
+                    **identity(method, group[0]["algorithm"], budget),
+                    "context": context,
+                    "task": task,
+                    "tokens": [min(tokens), round(float(np.mean(tokens))), max(tokens)],
+                    "score": float(scores.mean()),
+                    "low": low,
+                    "high": high,
+                    "lost": float(lost.mean()),
+                    "lost_low": lost_low,
+                    "lost_high": lost_high,
+                    "dense": reference,
+                    "usable": reference >= USABLE_RULER,
+                    "n": len(part),
+                    "kept_mean": _mean(part, "kept_mean"),
                 }
             )
     return cells

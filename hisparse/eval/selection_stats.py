@@ -17,9 +17,14 @@ _EXACT_STRIDE = 8
 
 
 class SelectionStats:
-    """A callback of selections that accumulates statistics, for ``SparseCoordinator.observe``."""
+    """A callback of selections that accumulates statistics, for ``SparseCoordinator.observe``.
 
-    def __init__(self) -> None:
+    Args:
+        exact: whether to compare selections with exact attention, which is slow.
+    """
+
+    def __init__(self, *, exact: bool = True) -> None:
+        self._exact = exact
         self._mass: list[Tensor] = []
         self._recall: list[Tensor] = []
         self._tokens: list[Tensor] = []
@@ -36,7 +41,7 @@ class SelectionStats:
         tokens = chosen.lengths * step.policy.kv.page_size + step.tail_lens[:, None].cpu()
         self._tokens.append(tokens.flatten().float())
         self._scope = step.policy.scope
-        if self._calls[layer_id] % _EXACT_STRIDE == 0:
+        if self._exact and self._calls[layer_id] % _EXACT_STRIDE == 0:
             self._compare_with_exact(layer_id, queries, step, chosen)
         self._calls[layer_id] += 1
 
@@ -69,12 +74,9 @@ class SelectionStats:
         """
         if not self._tokens:
             return {}
-        return {
-            "selection_scope": self._scope,
-            "mass": float(torch.cat(self._mass).mean()),
-            "oracle_recall": float(torch.cat(self._recall).mean()),
-            "kept_mean": float(torch.cat(self._tokens).mean()),
-        }
+        means = {"mass": self._mass, "oracle_recall": self._recall, "kept_mean": self._tokens}
+        found = {name: float(torch.cat(parts).mean()) for name, parts in means.items() if parts}
+        return {"selection_scope": self._scope, **found}
 
 
 def _exact_attention(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[Tensor, Tensor]:

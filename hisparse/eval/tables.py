@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hisparse.eval.method import DENSE
+from hisparse.eval.results import MEAN
 
 #: A line of a result's ``summary`` or ``cells``.
 Line = dict[str, Any]
@@ -30,13 +31,49 @@ def make_tables(result: dict[str, Any]) -> list[Table]:
     return [_scores(result["cells"]), _figures(result["summary"])]
 
 
+def make_ruler_tables(cells: Sequence[Line]) -> list[Table]:
+    """A table for each context of an object that ``hisparse eval --ruler --json`` printed."""
+    return [
+        _ruler(context, [cell for cell in cells if cell["context"] == context])
+        for context in sorted({cell["context"] for cell in cells})
+    ]
+
+
+def _ruler(context: int, cells: Sequence[Line]) -> Table:
+    methods = list(dict.fromkeys(_method(cell) for cell in cells))
+    rows: dict[str, list[str]] = {}
+    for cell in cells:
+        tokens = "{0:,}-{2:,}".format(*cell["tokens"])
+        row = rows.setdefault(f"{cell['task']} (n {cell['n']}, {tokens})", [])
+        text = _percent(cell, "score", "low", "high")
+        row.append(text if cell["usable"] else f"[{text}]")
+    losses = [_percent(c, "lost", "lost_low", "lost_high") for c in cells if c["task"] == MEAN]
+    if losses:
+        rows["lost"] = losses
+    return Table(
+        f"RULER at {context:,} tokens, percent",
+        "In brackets: prompts of the task, and the tokens of the shortest and the longest. RULER's "
+        "metric: the part of the answers that the text contains. 95% bootstrap intervals over "
+        "prompts; one has no width if all prompts score the same. Scores in brackets: the dense "
+        "model scores below 50%, so the task does not rank methods. mean: over the prompts of the "
+        "other tasks. lost: the dense mean less the method's, in pairs.",
+        ["task", *methods],
+        [[name, *row] for name, row in rows.items()],
+    )
+
+
+def _percent(line: Line, *names: str) -> str:
+    """A value with its interval."""
+    value, low, high = (f"{100 * line[name]:.0f}" for name in names)
+    return f"{value} ({low}\N{EN DASH}{high})"
+
+
 def _scores(cells: Sequence[Line]) -> Table:
     tasks = sorted({cell["task"] for cell in cells})
     rows: dict[str, dict[str, str]] = {}
     counts: dict[str, set[int]] = {task: set() for task in tasks}
     for cell in cells:
-        score, low, high = (f"{100 * cell[name]:.0f}" for name in ("score", "low", "high"))
-        text = f"{score} ({low}\N{EN DASH}{high})"
+        text = _percent(cell, "score", "low", "high")
         row = rows.setdefault(_label(cell), {})
         row[cell["task"]] = text if cell["usable"] else f"[{text}]"
         counts[cell["task"]].add(cell["n"])
@@ -71,8 +108,13 @@ def _figures(lines: Sequence[Line]) -> Table:
 
 def _label(line: Line) -> str:
     """Method, budget and context of a line."""
+    return f"{_method(line)} of {line['context']}"
+
+
+def _method(line: Line) -> str:
+    """Method and budget of a line."""
     budget = "" if line["method"] == DENSE else f", {line['budget']}"
-    return f"{line['method']}{budget} of {line['context']}"
+    return f"{line['method']}{budget}"
 
 
 def _number(value: float | None) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hisparse.errors import ConfigError
@@ -19,8 +18,8 @@ from hisparse.eval.method import Method, parse_methods
 from hisparse.eval.texts import read_text
 from hisparse.transformers import disable, enable
 from tests.command import Command
-from tests.server.tiny_models import VOCAB, tiny_model
-from tests.transformers.hf_models import GREEDY, model
+from tests.server.tiny_models import tiny_model
+from tests.transformers.hf_models import GREEDY, byte_tokenizer, model
 
 # What `make lm-eval` installed, apart: each import of transformers would read parts of it.
 sys.path.append(str(Path(sys.prefix) / "lm-eval"))
@@ -46,13 +45,7 @@ metric_list: [{{metric: exact_match}}]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte is a token, and there is a word for each of the model's other tokens."""
-    words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    words += [f"w{i};" for i in range(len(words), VOCAB)]
-    made = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def test_scores_have_intervals_and_what_dense_cannot_do_is_set_apart() -> None:
 
 def test_tables_are_printed_in_80_columns() -> None:
     out = io.StringIO()
-    _print_tables(Console(file=out, width=80, highlight=False), result((64,)))
+    _print_tables(Console(file=out, width=80, highlight=False), make_tables(result((64,))))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert out.getvalue().count("[") == 4, "one task of three methods and of dense"

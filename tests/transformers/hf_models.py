@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from hisparse.transformers import HiSparseCache
 from tests.server.tiny_models import VOCAB, tiny_model
@@ -47,6 +54,16 @@ def prompt(length: int, seed: int, batch: int = 1) -> Tensor:
     """``[batch, length]`` random token ids."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCAB, (batch, length), generator=rng)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte is a token, and there is a word for each of the tiny models' other tokens."""
+    words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"w{i};" for i in range(len(words), VOCAB)]
+    made = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
 
 
 class Characters:

