@@ -44,6 +44,7 @@ class DIPR(BaseSparseAlgorithm):
     variable_lengths: ClassVar[bool] = True
     store_version: ClassVar[int | None] = 1
     captured_launches: ClassVar[int] = 13
+    kernels: ClassVar[tuple[str, ...]] = Sketch.kernels
 
     beta: float | None = None
     alpha: float | None = None

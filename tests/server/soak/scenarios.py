@@ -22,6 +22,8 @@ _SMALL = SMALL_ROWS
 _WHOLE = ROOMY
 #: Every tenth forward sends running requests back to the queue.
 _RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
+#: Some pages are in range, not all that a row holds.
+_RANGE = {"algorithm": "dipr", "algorithm_config": {"alpha": 0.5}}
 #: SGLang wants a CPU for each rank, or to be told.
 _TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 _CHUNKS = ("--chunked-prefill-size", "256")
@@ -174,10 +176,11 @@ SCENARIOS = (
         store="32MiB",
         adapters=3,
     ),
+    Scenario(name="dipr, retractions", config=_RANGE, chunks=False, retracts=True),
     Scenario(
-        name="dipr",
-        config={"algorithm": "dipr", "algorithm_config": {"alpha": 0.5}},
-        chunks=False,
+        name="dipr, attention in host memory, retractions",
+        config=_RANGE | {"miss": "host"},
+        retracts=True,
     ),
     # Eight bits magnify float32 noise.
     Scenario(name="sketch, fp8", flags=("--kv-cache-dtype", "fp8_e4m3"), lead=0.2),
