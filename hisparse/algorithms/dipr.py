@@ -1,4 +1,4 @@
-"""DIPR: keep all tokens with q.k near the best. https://arxiv.org/abs/2504.10326"""
+"""DIPR: keep all that weighs nearly as much as the best. https://arxiv.org/abs/2504.10326"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import key_score, select
 from hisparse.types import Selection
 
-#: Tokens below a hundredth of the largest softmax weight are left out.
+#: Pages below a hundredth of the largest page's softmax weight are left out.
 _DEFAULT_ALPHA = 0.01
 _SKETCHES = Sketch()
 
@@ -23,22 +23,21 @@ _SKETCHES = Sketch()
 @register_algorithm("dipr")
 @dataclass(frozen=True, kw_only=True)
 class DIPR(BaseSparseAlgorithm):
-    """Keeps the pages of all tokens with a q.k of at least the largest q.k minus beta.
+    """Keeps all pages with a log-sum-exp of q.k of at least the largest one's minus beta.
 
-    AlayaDB's dynamic inner product range query. Heads and tasks that look at many tokens keep many,
-    up to ``device_buffer_size``; others keep few. A page is kept if it is in range for any of the
-    heads that share the selection. Pages of one token give the paper's definition. The largest q.k
-    includes the tail page's tokens.
+    AlayaDB's dynamic inner product range query; with pages of one token it is the paper's. Heads
+    and tasks that look at many tokens keep many, up to ``device_buffer_size``; others keep few. A
+    page is kept if it is in range for any of the heads that share the selection. The tail page may
+    be the largest one.
 
     Attributes:
         beta: more than 0, in units of q.k before the softmax scale, as in the paper. None:
             follows from ``alpha``.
-        alpha: in (0, 1); a token is left out if it weighs less in the softmax than this share of
-            the heaviest token. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
+        alpha: in (0, 1); a page is left out if it weighs less in the softmax than this share of
+            the heaviest page. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
             None: 0.01 unless ``beta`` is given.
-        index: what is searched. "sketch": the page sketches of the algorithm ``sketch``; a page is
-            in range by the estimated sum of its tokens' weights. "flat": every key in host memory,
-            exactly, on a CPU only; a page is in range by its heaviest token.
+        index: what is searched. "sketch": the page sketches of the algorithm ``sketch``, which
+            estimate the log-sum-exp. "flat": every key in host memory, exactly, on a CPU only.
     """
 
     variable_lengths: ClassVar[bool] = True
@@ -85,6 +84,7 @@ class DIPR(BaseSparseAlgorithm):
         else:
             query = step.scaled(queries)
             table = step.host_page_table[:, : step.max_pages]
-            scores = key_score(query, step.host_keys(layer_id), table, step.num_pages)
-            rest = tail_logits(query, layer_id, step).amax(-1)
+            keys = step.host_keys(layer_id)
+            scores = key_score(query, keys, table, step.num_pages, reduce="lse")
+            rest = tail_logits(query, layer_id, step).logsumexp(-1)
         return select(scores, step.num_pages, rule, forced=step.forced_pages, rest=rest)
