@@ -30,7 +30,7 @@
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, speed, a served
 #                  SGLang, sanitizers; PART=kernels, engine, bench-kernels, bench-decode, bench-batch,
-#                  serve, serve-load or sanitizers for one of them alone, each below 8 minutes
+#                  bench-host, serve, serve-load or sanitizers for one of them alone, each below 8 minutes
 # make gpu-wheels  what else gpu-check needs, as wheels for such a machine without an index
 # make pins    the hashes in requirements/, after a version there has changed
 # make wheel   dist/*.whl from the last commit: the same commit gives the same bytes

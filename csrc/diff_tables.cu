@@ -116,6 +116,7 @@ void diff_tables(Arguments& in) {
   set_scratch(p, in.tensor());
   out.page_size = in.number<int32_t>();
   out.tail_below = in.number<int32_t>();
+  out.waits = in.number<bool>();
   if (rows.size(0) == 0) return;
   launch(rows, static_cast<unsigned>(host_page_table.size(0)), p, out);
 }

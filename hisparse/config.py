@@ -85,7 +85,7 @@ class HiSparseConfig:
         dense_layers: layers, counted from 0, that are always attended densely. None: no layer.
         reuse_layers: consecutive layers in a group. The first one selects for all of them.
         miss: what happens to selected pages that are not on the device: "transfer" loads them,
-            "host" lets the CPU attend them in host memory. On a GPU only "transfer" so far.
+            "host" lets the CPU attend them in host memory meanwhile. No GPU has run "host".
         host_memory: host memory for the KV cache, per node. A fraction is of the free memory.
         device_memory: cap on device pages, representations, tables and staging. A fraction is of
             what the server profiles. None: all of that.

@@ -49,6 +49,7 @@ SUITES = {
         "test_index_score.py",
         "test_page_summary.py",
         "test_raw_queries.py",
+        "test_host_call.py",
         "test_page_sketch.py",
         "test_outline.py",
         "test_out_of_range.py",
@@ -59,6 +60,7 @@ SUITES = {
 }
 _KERNELS = ["lru", "transfer", "attention"]
 _SWAP_IN = ["swap-in", "--pool-bytes", str(20 << 30)]
+_HOST = ["--context", "131072", "--miss", "host", "--misses", "0.05"]
 _DECODE = ["decode", "--dtype", "bfloat16", "--steps", "40"]
 #: Latents, pages of one token and an indexer, as in DeepSeek-V3.2.
 _DSA = ["--algorithm", "dsa", "--q-heads", "128"]
@@ -86,6 +88,14 @@ BENCHES = {
         # What runs once a token weighs little in 8 layers; one of 32 requests is 32 GiB with peers.
         for k, batch, layers in ((8, 1, 8), (32, 1, 8), (128, 1, 8), (128, 8, 2), (128, 32, 1))
     },
+    # Both ways in turns: missing pages are loaded, or the CPU attends them.
+    **{
+        f"decode 128k x {batch} host": (
+            _KERNELS,
+            [*_DECODE, *_HOST, "--batch", str(batch), "--layers", str(layers)],
+        )
+        for batch, layers in ((1, 8), (8, 2), (32, 1))
+    },
     **{
         f"decode 128k x {batch} dsa": (
             _KERNELS,
@@ -106,8 +116,11 @@ PARTS = {
     "kernels": ["lru", "transfer", "attention", "fp8"],
     "engine": ["adapters", "graphs"],
     "bench-kernels": ["diff-tables", "transfer", *(n for n in BENCHES if n.startswith("swap-in"))],
-    "bench-decode": [n for n in BENCHES if n.startswith("decode") and not n.endswith("x 32")],
+    "bench-decode": [
+        n for n in BENCHES if n.startswith("decode") and not n.endswith(("x 32", " host"))
+    ],
     "bench-batch": ["decode 128k x 32"],
+    "bench-host": [n for n in BENCHES if n.endswith(" host")],
     "serve": ["served"],
     "serve-load": ["served load"],
     "sanitizers": ["memcheck", "racecheck"],

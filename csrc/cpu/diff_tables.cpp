@@ -61,7 +61,7 @@ int32_t drop_away(int32_t* slots, int64_t width, int32_t length) {
 
 // attended [R, K + 1] has the tail page after the first lengths[r] pages that are not away. `counts`:
 // hits, misses and malformed selections of the rows before num_real_rows. `dense`: [R], rows that
-// attend the tail page beside any number of pages, and wait for any misses. Both may be null.
+// attend the tail page beside any number of pages. Both may be null.
 void diff_tables(Arguments& in) {
   LruDiffParams p;
   const TensorView selection = in.tensor();
@@ -73,7 +73,7 @@ void diff_tables(Arguments& in) {
   p.page_limits = in.data<const int32_t>("num_pages");
   const int32_t* tails = in.data<const int32_t>("tail_pages");
   const int32_t* tail_tokens = in.data<const int32_t>("tail_lens");
-  p.dense = in.data_or_null<const bool>("dense");
+  const bool* dense = in.data_or_null<const bool>("dense");
   int64_t* counts = in.data_or_null<int64_t>("counts");
   const TensorView slot_pages = in.tensor();
   p.lru_order = rows_of<int32_t>(in.tensor(), "lru_order");
@@ -86,7 +86,7 @@ void diff_tables(Arguments& in) {
   p.num_hits = in.data<int32_t>("num_hits");
   p.num_misses = in.data<int32_t>("num_misses");
   const auto page_size = in.number<int32_t>(), tail_below = in.number<int32_t>();
-  p.all_wait = in.number<bool>();
+  p.waits = in.number<bool>();
   p.set(selection, host_page_table, slot_pages);
   const int64_t width = p.width;
   for (int64_t r = 0; r < p.num_rows; ++r) {
@@ -108,8 +108,8 @@ void diff_tables(Arguments& in) {
       counts[1] += p.num_misses[r];
       counts[2] += !well_formed(entries, width, length, p.num_hits[r] + p.num_misses[r]);
     }
-    const bool has_tail = length < tail_below || (p.dense != nullptr && p.dense[r]);
-    if (!p.waits(r)) length = drop_away(entries, width, length);
+    const bool has_tail = length < tail_below || (dense != nullptr && dense[r]);
+    if (!p.waits) length = drop_away(entries, width, length);
     pages.look_up(own, entries, width, entries, "curr_device_slots");
     pages.look_up(own, loads[r], width, loads[r], "load_device_slots");
     entries[width] = -1;

@@ -69,8 +69,7 @@ int32_t map_loads(const LruDiffParams& p, int64_t r, int32_t count, const Partit
 }
 
 // The order after the step: survivors, then loads, then hits.
-void commit(const LruDiffParams& p, int64_t r, const Partition& part, int32_t num_misses,
-            int32_t num_loads) {
+void commit(const LruDiffParams& p, int64_t r, const Partition& part, int32_t num_loads) {
   int32_t* order = p.lru_order[p.rows[r]];
   int32_t* pages = p.slot_pages[p.rows[r]];
   const int32_t num_survivors = part.num_others - num_loads;
@@ -80,12 +79,14 @@ void commit(const LruDiffParams& p, int64_t r, const Partition& part, int32_t nu
   const int32_t* host_pages = p.host_pages[r / p.rows_per_table];
   int32_t* load_pages = p.load_host_pages[r];
   int32_t* load_slots = p.load_device_slots[r];
-  for (int32_t i = 0; i < num_loads; ++i) pages[load_slots[i]] = load_pages[i];
-  for (int32_t i = 0; i < num_misses; ++i) load_pages[i] = host_pages[load_pages[i]];
-  std::fill(load_pages + num_misses, load_pages + p.width, -1);
+  for (int32_t i = 0; i < num_loads; ++i) {
+    pages[load_slots[i]] = load_pages[i];
+    load_pages[i] = host_pages[load_pages[i]];
+  }
+  std::fill(load_pages + num_loads, load_pages + p.width, -1);
   std::fill(load_slots + num_loads, load_slots + p.width, -1);
   p.num_hits[r] = part.num_hits;
-  p.num_misses[r] = num_misses;
+  p.num_misses[r] = num_loads;
 }
 
 template <typename Slot>
@@ -112,10 +113,8 @@ Fault step_row(const LruDiffParams& p, int64_t r, Scratch<Slot>& scratch) {
   if (!part.run()) return Fault::kOrder;
   const int32_t num_misses = map_loads(p, r, num_missing, part, scratch);
   if (num_misses > part.num_others) return Fault::kTooMany;
-  const bool waits = p.waits(r);
-  // What a row does not wait for is away, and gets no slot.
-  for (int32_t m = 0; !waits && m < num_missing; ++m) current[scratch.missing[m]] = kAway;
-  commit(p, r, part, num_misses, waits ? num_misses : 0);
+  commit(p, r, part, num_misses);
+  for (int32_t m = 0; !p.waits && m < num_missing; ++m) current[scratch.missing[m]] = kAway;
   return Fault::kNone;
 }
 

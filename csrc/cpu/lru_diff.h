@@ -7,7 +7,7 @@
 
 namespace hisparse {
 
-// The place of a slot for a page that a row neither has nor waits for.
+// The place of a slot for a missing page that the row does not wait for.
 constexpr int32_t kAway = std::numeric_limits<int32_t>::max();
 
 struct LruDiffParams {
@@ -23,12 +23,9 @@ struct LruDiffParams {
   Rows<int32_t> load_device_slots;  // [R, K]
   int32_t* num_hits;                // [R]
   int32_t* num_misses;              // [R]
-  const bool* dense;                // [R], rows that wait for any misses; or null
-  bool all_wait;                    // or only those of `dense`
+  bool waits;                       // whether rows wait for their misses
   int64_t num_rows, num_real_rows, num_states, rows_per_table;
   int32_t width, slots, num_pages;
-
-  bool waits(int64_t r) const { return all_wait || (dense != nullptr && dense[r]); }
 
   // Pages that row r may select.
   int32_t limit(int64_t r) const {

@@ -284,7 +284,10 @@ bool run(const AttentionParams& p) {
   float* out = whole ? p.out : partial.data();
   float* lse = whole ? p.lse : lses.data();
   std::atomic<bool> in_range{true};
-  const double tokens = static_cast<double>(p.num_rows) * p.table_width * p.page_size;
+  double tokens = 0;
+  for (int64_t row = 0; row < p.num_rows; ++row) {
+    tokens += p.window > 0 ? std::min<int64_t>(p.window, p.seq_lens[row]) : p.seq_lens[row];
+  }
   const double work = tokens * p.queries * (p.keys.width + p.values.width);
   parallel_for(tasks, num_threads(tasks, work / 40), [&](int64_t task) {
     // Items are [row, split, head]; the output is [R, splits, Q, Dv].
@@ -331,6 +334,8 @@ void require_attended(const AttentionParams& p) {
   }
 }
 
+}  // namespace
+
 void paged_attention(Arguments& in) {
   const TensorView query = in.tensor(), k = in.tensor(), v = in.tensor();
   const std::optional<TensorView> scales = in.optional();
@@ -370,5 +375,4 @@ void paged_attention(Arguments& in) {
 
 HISPARSE_EXPORT_KERNEL(paged_attention)
 
-}  // namespace
 }  // namespace hisparse

@@ -56,7 +56,7 @@ class SparseKVCacheManager:
     Attributes:
         host, counters, checked: as given.
         device: the device pages and the rows' tables.
-        aside: runs what nothing reads before the next forward.
+        aside: runs what nothing reads at once.
         residency: device pages of each request.
         kv_io: reads and writes of tokens.
         loader: makes pages resident.
@@ -97,7 +97,7 @@ class SparseKVCacheManager:
         self.residency = Residency(pool, capacities, checked=checked)
         self.kv_io = KVReadWrite(host, pool, checked=checked)
         self.staging = Staging(host, sizes.staging_pages, device)
-        self.loader = SwapIn(host, pool, counters, checked=checked)
+        self.loader = SwapIn(host, pool, counters, self.aside, checked=checked)
 
     def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
         """Apply resets and capacity changes; see :meth:`Residency.start_forward`."""

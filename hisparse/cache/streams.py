@@ -33,6 +33,10 @@ class Pending(Generic[T]):
             wait()
         return self._result
 
+    def forget(self) -> None:
+        """Let go of what the work used: it is joined."""
+        self._wait = None
+
 
 class SideStream:
     """Runs work in the order of the starts. This class has no stream: :meth:`start` runs it."""
@@ -73,7 +77,10 @@ class CudaStream(SideStream):
 
         def wait(_: object = work) -> None:  # Its default keeps the tensors of the work.
             torch.cuda.current_stream(side.device).wait_event(event)
-            self._open.remove(started)
+            joined = self._open.index(started) + 1
+            for earlier in self._open[:joined]:  # They came before it on the same stream.
+                earlier.forget()
+            del self._open[:joined]
 
         started = Pending(result, wait)
         self._open.append(started)

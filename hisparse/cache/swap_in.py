@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import move_pages
+from hisparse.cache.streams import Pending, SideStream
 from hisparse.errors import HiSparseError, shorten
 from hisparse.kernels import DecodeRows, DiffTables, diff_tables, verify_diff, verify_indices
 from hisparse.types import Selection, StoredKV
@@ -22,16 +25,26 @@ class SwapIn:
         host: the whole KV cache.
         device: the device pages and the rows' tables.
         counters: counts hits and misses.
+        aside: runs loads that no row waits for.
         checked: verify selections and resident bytes; waits for the device.
     """
 
     def __init__(
-        self, host: HostKVPool, device: DevicePool, counters: Counters, *, checked: bool
+        self,
+        host: HostKVPool,
+        device: DevicePool,
+        counters: Counters,
+        aside: SideStream,
+        *,
+        checked: bool,
     ) -> None:
         self._host = host
         self._device = device
         self._counters = counters
+        self._aside = aside
         self._checked = checked
+        #: By layer, what :meth:`load_aside` has started.
+        self._loading: dict[int, Pending[None]] = {}
 
     def swap_in(
         self,
@@ -43,7 +56,7 @@ class SwapIn:
         tail_below: int | None = None,
         waits: bool = True,
     ) -> DiffTables:
-        """Make the selected pages resident, or find those that are.
+        """Make the selected pages resident, or find those that were.
 
         Args:
             layer_id: layer number.
@@ -51,8 +64,8 @@ class SwapIn:
             selection: the selected pages; None: every page of every request.
             width: the most pages of a request; None: those of the selection, or of the contexts.
             tail_below: the tail page is attended beside fewer pages than this; None: always.
-            waits: whether the missing pages are loaded. If not, they are away, to be attended in
-                host memory, but for those of dense requests.
+            waits: whether the missing pages are loaded here. If not, they are away, to be attended
+                in host memory, and :meth:`load_aside` has to load them.
 
         Returns:
             the device pages to attend, and what was loaded.
@@ -60,7 +73,7 @@ class SwapIn:
         if self._checked and selection is not None:
             check_selection(layer_id, selection, step)
         tables = self.diff(layer_id, step, selection, width, tail_below, waits)
-        if waits or step.dense is not None:
+        if waits:
             self._gather(layer_id, tables, self._host.stored(layer_id))
         self._counters.count_layer(layer_id, tables.num_hits, tables.num_misses)
         if tables.away is not None:
@@ -69,6 +82,19 @@ class SwapIn:
             attended = selection or step.every_page(tables.loads.shape[1])
             check_resident(layer_id, attended, tables, step, self._host, self._device)
         return tables
+
+    def load_aside(self, layer_id: int, tables: DiffTables) -> None:
+        """Load what is away, beside the forward, into the device pages of what gave way to it.
+
+        These are read by nobody before :meth:`finish_loading`, or the end of the forward.
+        """
+        load = partial(self._gather, layer_id, tables, self._host.stored(layer_id))
+        self._loading[layer_id] = self._aside.start(load)
+
+    def finish_loading(self, layer_id: int) -> None:
+        """Let the forward wait for a layer's loads, if an earlier run of its tokens has any."""
+        if (loading := self._loading.pop(layer_id, None)) is not None:
+            loading.join()
 
     def diff(
         self,

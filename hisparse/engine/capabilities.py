@@ -66,11 +66,6 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
             f"algorithm {config.algorithm!r} with {dict(config.algorithm_config)}: got device "
             f"{device_type}, expected cpu: it reads keys in host memory"
         )
-    if config.miss == "host" and device_type != "cpu":
-        raise ConfigError(
-            f'miss: got "host" on device {device_type}, expected "transfer": only a CPU attends '
-            "pages in host memory so far"
-        )
     choose_scope(config)
     scaled = stored.scaled_name(config.kv_cache_dtype)
     choose_adapter(device_type, None, config.selection_scope, config.adapter, scaled=scaled)
@@ -118,6 +113,20 @@ def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
     spec = replace(spec, kv_cache_dtype=config.kv_cache_dtype)
     format_of(spec)
     return spec
+
+
+def check_miss(config: HiSparseConfig, spec: KVSpec, device_type: str) -> None:
+    """Check that the CPU can attend for a device what is stored.
+
+    Raises:
+        ConfigError: ``miss`` is "host", and on a GPU the CPU would have to decode pages first.
+    """
+    stored = format_of(spec)
+    if config.miss == "host" and device_type != "cpu" and stored.page_decoder() is not None:
+        raise ConfigError(
+            f'miss: got "host" with {stored.attention_name} in {spec.kv_cache_dtype} on device '
+            f'{device_type}, expected "transfer", or kv_cache_dtype "auto"'
+        )
 
 
 def row_tokens(config: HiSparseConfig, spec: KVSpec) -> int:

@@ -197,6 +197,7 @@ class SparseCoordinator:
         """
         # Before requests that begin reset the state of those that ended.
         self._end_step(complete=self.replayed)
+        self.decode.raise_host_error()
         self.representations.apply_resets()
         self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
 

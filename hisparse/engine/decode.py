@@ -1,7 +1,8 @@
 """One layer of a decode step: append, score, select, diff_tables, gather, attend.
 
 These are its six operations, in order. The algorithm scores and selects (``retrieve_topk``);
-``loader.swap_in`` finds the missing pages (``diff_tables``) and loads them (``gather_pages``).
+``loader.swap_in`` finds the missing pages (``diff_tables``) and loads them (``gather_pages``), or
+leaves them to the CPU to attend, and to ``loader.load_aside``.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from hisparse.algorithms import DecodeStep
 from hisparse.algorithms.step import AttentionMode
 from hisparse.engine.contract import blame, call, require_selection, retrieve
 from hisparse.engine.extensions.base import Components, Extension, overriding
-from hisparse.engine.host_attention import HostAttention
+from hisparse.engine.host_attention import CudaHostAttention, HostAttention
 from hisparse.engine.representations import ignore
 from hisparse.kernels import DiffTables, serial_operators
 from hisparse.kernels.operation import ResultMemory, new_tensors
+from hisparse.memory.costs import away_bytes
 from hisparse.types import IndexerInputs, Selection
 
 #: ``(layer_id, queries [B, Hq, D], step, selection)``, called after every selection.
@@ -45,12 +47,18 @@ class DecodeLayer:
         self._adapter = components.adapter
         attend_with = self._manager.device.format.attend_with
         self._attend_pages = attend_with(self._adapter, self._policy.max_pages)
-        attends_on_host = components.config.miss == "host"
-        self._host = HostAttention(self._manager, self._policy) if attends_on_host else None
         self._modes = components.modes
         self._gather_queries = components.gather_queries
         # A dense context that a captured step serves fits its row.
         self._dense_width = min(self._modes.dense_width, self._manager.device.max_row_pages)
+        self._host: HostAttention | None = None
+        if components.config.miss == "host":
+            if self._manager.device.device.type == "cpu":
+                self._host = HostAttention(self._manager, self._policy)
+            else:
+                most = len(self._manager.residency.capacities.live) - 1
+                sizes = away_bytes(components.config, self._policy, most)
+                self._host = CudaHostAttention(self._manager, self._policy, sizes)
         self._before_layer = overriding("before_layer", extensions)
         self._refining = overriding("refine_selection", extensions)
         self._after_selection = overriding("after_selection", extensions)
@@ -79,8 +87,11 @@ class DecodeLayer:
         if indexer is not None:
             step.use_indexer(indexer)
         by_mode = self._modes.of_layer(layer_id, step)
+        # A token attends on the device what the one before it loads.
+        waits = self._host is None or step.last is not None
         with step.cache.once("results", self._results.begin_step):
             with self._serial:
+                self._manager.loader.finish_loading(layer_id)
                 if self._before_layer and "sparse" in step.by_mode:
                     for extension in self._before_layer:
                         call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
@@ -88,7 +99,7 @@ class DecodeLayer:
                 self._manager.kv_io.append(layer_id, slots, step.host_slots, k, v)
             if len(by_mode) == 1:
                 ((mode, part),) = by_mode.items()
-                out = self._attend_in(mode, layer_id, part, q, sinks)
+                out = self._attend_in(mode, layer_id, part, q, sinks, waits)
             else:
                 shape = (*q.shape[:-1], self._policy.kv.v_head_dim)
                 (out,) = new_tensors("modes", [(shape, q.dtype)], q.device)
@@ -97,7 +108,7 @@ class DecodeLayer:
                     shape = (len(part.slots), *q.shape[1:])
                     (own,) = new_tensors(f"queries {mode}", [(shape, q.dtype)], q.device)
                     torch.index_select(q, 0, part.index, out=own)
-                    own = self._attend_in(mode, layer_id, part, own, sinks)
+                    own = self._attend_in(mode, layer_id, part, own, sinks, waits)
                     out.index_copy_(0, part.index, own)
             last = step.last or step
             if last.filled is not None:
@@ -116,10 +127,13 @@ class DecodeLayer:
         step: DecodeStep,
         q: Tensor,
         sinks: Tensor | None,
+        waits: bool,
     ) -> Tensor:
         """Attention of the requests in one mode: ``q [B, Hq, D]`` -> ``[B, Hq, Dv]``."""
         if mode == "streamed":
-            attend = self._host.attend_contexts if self._host else self._attend_streamed
+            attend = self._attend_streamed
+            if self._host is not None and self._host.attends_contexts:
+                attend = self._host.attend_contexts
             return attend(layer_id, q, step, sinks).to(q.dtype)
         sparse = mode == "sparse"
         if sparse and self._modes.selects(layer_id):
@@ -135,7 +149,7 @@ class DecodeLayer:
                     selection,
                     width=None if step.dense is None else self._dense_width,
                     tail_below=self._policy.tail_below if sparse else None,
-                    waits=self.waits(mode),
+                    waits=waits or not sparse,
                 )
                 attended = self._attend(layer_id, queries, tables)
             except Exception as error:
@@ -159,14 +173,18 @@ class DecodeLayer:
     def _attend(self, layer_id: int, queries: Tensor, tables: DiffTables) -> Attended:
         """Attend ``queries [R, Q, D]`` on the device; the CPU attends what is away, if any."""
         stored, rule = self._manager.device.stored(layer_id), self._policy.layer_rules[layer_id]
+        away = None
+        if self._host is not None and tables.away is not None:
+            away = self._host.start(layer_id, queries, tables, rule)
+            # After that on the side stream: the next step needs it, this one needs the attention.
+            self._manager.loader.load_aside(layer_id, tables)
         attended = self._attend_pages(queries, stored, tables.attended, tables.seq_lens, rule)
-        host = self._host
-        away = None if host is None else host.attend_away(layer_id, queries, tables, rule)
-        return attended if away is None else merge_attended(attended, away)
+        return attended if away is None else merge_attended(attended, away.join())
 
-    def waits(self, mode: AttentionMode) -> bool:
-        """Whether the requests in one mode wait for their missing pages."""
-        return self._host is None or mode != "sparse"
+    def raise_host_error(self) -> None:
+        """Raise what went wrong where the CPU attended pages in earlier steps, if anything did."""
+        if self._host is not None:
+            self._host.raise_error()
 
     def selection_of(
         self, mode: AttentionMode, layer_id: int, step: DecodeStep

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import ClassVar, NamedTuple
+
 import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, TorchAdapter, add_sinks
 from hisparse.algorithms import DecodeStep, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
-from hisparse.kernels import DiffTables, paged_attention
+from hisparse.cache.allocate import zeros
+from hisparse.cache.streams import Pending
+from hisparse.errors import ConfigError
+from hisparse.kernels import DiffTables, HostAttentionCall, paged_attention, raise_host_error
+from hisparse.kernels.build import cuda
+from hisparse.kernels.build.cpu import cpu_library
+from hisparse.memory.costs import AwayBytes
 from hisparse.types import AttentionRule, Pages
 
 
 class HostAttention:
-    """Attends what is not on the device, and whole contexts.
+    """Attends what was not on the device, and whole contexts, on a CPU.
 
     Args:
         manager: has the pages.
         policy: shapes of the model and the rules of selections.
+
+    Attributes:
+        attends_contexts: whether :meth:`attend_contexts` is there.
     """
+
+    attends_contexts: ClassVar[bool] = True
 
     def __init__(self, manager: SparseKVCacheManager, policy: SelectionPolicy) -> None:
         self._manager, self._rule = manager, policy.attention_rule
@@ -26,20 +40,31 @@ class HostAttention:
         self._attend_rows = attend_with(_RowsOfHeads(policy.heads), policy.max_pages)
         self._attend_tokens = attend_with(_RowsOfHeads(1), policy.max_pages)
 
-    def attend_away(
+    def start(
         self, layer_id: int, queries: Tensor, tables: DiffTables, rule: AttentionRule
-    ) -> Attended | None:
-        """Attend the pages that are away; None: no row may have any.
+    ) -> Pending[Attended]:
+        """Start to attend the pages that are away, beside the forward.
 
         ``queries [R, Q, D]``, model's dtype -> out ``[R, Q, Dv]``, lse ``[R, Q]``, float32; 0 and
-        -inf for rows that wait.
+        -inf for rows without such pages.
         """
-        if tables.away is None:
-            return None
+        return self._manager.aside.start(partial(self._attend, layer_id, queries, tables, rule))
+
+    def _attend(
+        self, layer_id: int, queries: Tensor, tables: DiffTables, rule: AttentionRule
+    ) -> Attended:
+        assert tables.away is not None
         host = self._manager.host
         # Missing pages are full: the tail page is on the device.
         lens = tables.away * host.kv.page_size
         return self._attend_rows(queries, host.stored(layer_id), tables.load_host_pages, lens, rule)
+
+    def raise_error(self) -> None:
+        """Raise what went wrong in earlier steps, if nobody could raise it there.
+
+        Raises:
+            KernelError: one line about the first error.
+        """
 
     def attend_contexts(
         self, layer_id: int, q: Tensor, step: DecodeStep, sinks: Tensor | None
@@ -60,6 +85,86 @@ class HostAttention:
             part = self._attend_tokens(q[one], stored, table, lens[one], self._rule)
             parts.append(part.out if sinks is None else add_sinks(part, sinks))
         return torch.cat(parts)
+
+
+class _Call(NamedTuple):
+    """A call in the order of a stream, with what it reads and writes in page-locked memory."""
+
+    call: HostAttentionCall
+    queries: Tensor  # [R, Q, D], model's dtype
+    pages: Tensor  # [R, K] int32
+    results: Tensor  # out [R, Q, Dv], then lse [R, Q], float32, as one row
+
+
+class CudaHostAttention(HostAttention):
+    """Attends for a GPU what was not there, in the order of the side stream.
+
+    Queries and page numbers are copied to page-locked memory, CUDA's driver calls C++, and the
+    results are copied back. So a graph captures it, and nobody waits but the stream.
+
+    Args:
+        sizes: of the page-locked memory, for the largest step.
+
+    Raises:
+        ConfigError: there are no native kernels.
+    """
+
+    attends_contexts = False
+
+    def __init__(
+        self, manager: SparseKVCacheManager, policy: SelectionPolicy, sizes: AwayBytes
+    ) -> None:
+        super().__init__(manager, policy)
+        if cuda.cuda_library() is None or cpu_library() is None:
+            raise ConfigError(
+                'miss: got "host" without native kernels, expected "transfer": CUDA calls C++'
+            )
+        self._heads = policy.heads
+        dtypes = policy.kv.dtype, torch.int32, torch.float32
+        #: Queries, pages and results, a row each. Calls follow each other: one set is enough.
+        self._pinned = [
+            zeros((size // dtype.itemsize,), dtype, torch.device("cpu"), pin=True)
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        ]
+        #: By layer, R and K. A graph may hold any of them.
+        self._calls: dict[tuple[int, int, int], _Call] = {}
+
+    def _attend(
+        self, layer_id: int, queries: Tensor, tables: DiffTables, rule: AttentionRule
+    ) -> Attended:
+        pages = tables.load_host_pages
+        key = (layer_id, *pages.shape)
+        if key not in self._calls:
+            self._calls[key] = self._prepare(layer_id, queries, pages, rule)
+        made = self._calls[key]
+        made.queries.copy_(queries.contiguous(), non_blocking=True)
+        made.pages.copy_(pages, non_blocking=True)
+        made.call.launch(pages)
+        results = torch.empty_like(made.results, device=pages.device)
+        return _split(results.copy_(made.results, non_blocking=True), queries)
+
+    def _prepare(self, layer_id: int, queries: Tensor, pages: Tensor, rule: AttentionRule) -> _Call:
+        """The call for tensors of these shapes."""
+        host, lines = self._manager.host, queries.shape[0] * queries.shape[1]
+        query, table, results = self._pinned
+        query = query[: queries.numel()].view(queries.shape)
+        table = table[: pages.numel()].view(pages.shape)
+        results = results[: lines * (host.kv.v_head_dim + 1)]
+        call = HostAttentionCall(
+            query, host.stored(layer_id), table, *_split(results, queries), rule=rule,
+            heads=self._heads,
+        )  # fmt: skip
+        return _Call(call, query, table, results)
+
+    def raise_error(self) -> None:
+        raise_host_error()
+
+
+def _split(results: Tensor, queries: Tensor) -> Attended:
+    """``results`` of ``queries [R, Q, D]`` as out ``[R, Q, Dv]`` and lse ``[R, Q]``, views."""
+    lines = queries.shape[0] * queries.shape[1]
+    out, lse = results.tensor_split([len(results) - lines])
+    return Attended(out.view(*queries.shape[:2], -1), lse.view(queries.shape[:2]))
 
 
 class _RowsOfHeads(TorchAdapter):

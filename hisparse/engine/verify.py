@@ -74,13 +74,12 @@ class _Saved(NamedTuple):
         rows: the device tables of all requests.
         entries: each representation ``[host pages, ...]`` of the layer, with its entries
             ``[B, W, ...]`` of the pages that drafts can fill.
-        swapped_in: for each attention mode, its requests, their selection (None: every page), and
-            whether they wait for missing pages.
+        swapped_in: for each attention mode, its requests, and their selection (None: every page).
     """
 
     rows: RowSnapshot
     entries: list[tuple[Tensor, Tensor]]
-    swapped_in: list[tuple[DecodeStep, Selection | None, bool]]
+    swapped_in: list[tuple[DecodeStep, Selection | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +192,7 @@ class _Verification:
                     if mode != "streamed":
                         decode = self._engine.decode
                         selection = decode.selection_of(mode, layer_id, part)
-                        swapped_in = (part, selection, decode.waits(mode))
-                        run.saved[layer_id].swapped_in.append(swapped_in)
+                        run.saved[layer_id].swapped_in.append((part, selection))
         with serial_operators(q.device):
             return torch.cat(outputs)[self._output]
 
@@ -238,7 +236,6 @@ class _Verification:
         layer_id: int,
         part: DecodeStep,
         selection: Selection | None,
-        waits: bool,
         replayed: Tensor,
     ) -> None:
         """Change the tables as the tokens ``replayed [T] bool`` did; the others select nothing."""
@@ -248,7 +245,7 @@ class _Verification:
         pages, lengths = pages.where(replayed[:, None, None], -1), lengths * replayed[:, None]
         uncounted = replace(part, rows=part.rows._replace(counts=None))
         chosen = Selection(pages, lengths)
-        self._manager.loader.diff(layer_id, uncounted, chosen, waits=waits)
+        self._manager.loader.diff(layer_id, uncounted, chosen)
 
     def _upload(self, values: np.ndarray) -> Tensor:
         """``values`` as int64 on the device, in the same shape."""

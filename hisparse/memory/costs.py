@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from hisparse.adapters import BackendAdapter, TableLimits
 from hisparse.adapters.base import DeviceLimits
 from hisparse.algorithms import Representation, SelectionPolicy, entry_bytes
 from hisparse.cache.formats import format_of
-from hisparse.config import EXTENSIONS, Resolved
-from hisparse.memory.sizing import SizingRequest
+from hisparse.config import EXTENSIONS, HiSparseConfig, Resolved
+from hisparse.memory.sizing import DEFAULT_MAX_REQUESTS, SizingRequest
 from hisparse.types import KVSpec
 
 #: Number of batch sizes for which an adapter states its workspace: powers of two up to 65,536.
@@ -78,6 +79,10 @@ def make_sizing_request(
     # Each rank maps all of a pool that ranks share.
     beside_kv = host_token_bytes(kept, spec)
     mapped_bytes = spec.page_size * (stored.token_bytes + beside_kv)
+    pinned = 0
+    if config.miss == "host" and resources.device_type != "cpu":
+        most = resources.max_requests or DEFAULT_MAX_REQUESTS
+        pinned = sum(away_bytes(config, policy, most))
     request = SizingRequest(
         kv_token_bytes=-(-stored.token_bytes // pool_ranks) + beside_kv,
         representation_page_bytes=entry_bytes(kept, "page") * num_selecting,
@@ -85,7 +90,7 @@ def make_sizing_request(
         num_layers=spec.num_layers,
         rows_per_request=policy.heads,
         device_page_bytes=spec.page_size * stored_heads * stored.head_bytes,
-        host_bytes=resources.host_bytes,
+        host_bytes=resources.host_bytes - pinned,
         device_bytes=resources.device_bytes,
         staging_bytes=config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes),
         device_buffer_size=resolved.device_buffer_size,
@@ -135,7 +140,37 @@ def _workspace_bytes(
     for name in resolved.config.extensions:
         tables += EXTENSIONS.get(name).attended_tables(policy, **limits)
     decoded = max_requests * format_of(policy.kv).attend_bytes(policy.max_pages)
-    return decoded + adapter.workspace_bytes(policy.kv, tables)
+    away = 0
+    if resolved.config.miss == "host":
+        # What the CPU attended, and both parts merged.
+        away = 2 * away_bytes(resolved.config, policy, max_requests).results
+    return decoded + away + adapter.workspace_bytes(policy.kv, tables)
+
+
+class AwayBytes(NamedTuple):
+    """Page-locked memory through which a GPU lets the CPU attend, in bytes.
+
+    Attributes:
+        queries: in the model's dtype.
+        pages: page numbers.
+        results: outputs and log-sum-exps, float32.
+    """
+
+    queries: int
+    pages: int
+    results: int
+
+
+def away_bytes(config: HiSparseConfig, policy: SelectionPolicy, max_requests: int) -> AwayBytes:
+    """The memory for one layer of a step of ``max_requests``, and of the padding request."""
+    kv, slots = policy.kv, max_requests + 1
+    width = max(policy.max_pages, (config.min_sparse_context - 1) // kv.page_size)
+    queries = slots * kv.num_q_heads
+    return AwayBytes(
+        queries * kv.head_dim * kv.dtype.itemsize,
+        slots * policy.heads * width * 4,
+        queries * (kv.v_head_dim + 1) * 4,
+    )
 
 
 def prefill_bytes(kv: KVSpec, tokens: int, chosen: int = 0) -> int:

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -98,6 +99,21 @@ def test_work_holds_what_it_uses_until_it_is_joined(side: SideStream) -> None:
     join()
     gc.collect()
     assert used() is None
+
+
+def test_a_join_lets_go_of_the_work_before_it(side: SideStream) -> None:
+    """What a layer's loads use does not stay until the end of the step."""
+    used = torch.zeros(3)
+    first = side.start(partial(len, used))
+    last, kept = side.start(operate), weakref.ref(used)
+    del used
+    last.join()
+    gc.collect()
+    assert kept() is None
+    clock = Stream.current.record_event()
+    assert first.join() == 3
+    side.join_all()
+    assert Stream.current.record_event() == clock
 
 
 def test_a_second_join_waits_for_nothing(side: SideStream) -> None:

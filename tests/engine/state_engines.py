@@ -49,7 +49,8 @@ _PAGES_OF_16 = {
 _HOST = {"miss": "host"}
 _WHOLE = {"budget": 88, "device_buffer": 88, "max_row": 88, "device_pages": 2 * 4 * 24}
 
-#: By name, settings of the engine and a function that makes the algorithm.
+#: By name, settings of the engine and a function that makes the algorithm. ``aside``: the seed of a
+#: side stream that is late.
 ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "quest": ({"dense_layers": (1,)}, Quest),
     "quest-page-16-fp8": (
@@ -74,7 +75,7 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "dsa-mla": (_TOKENS | _MLA | {"device_pages": 4 * 12}, DSA),
     "sketch-whole-context": (_WHOLE, Sketch),
     "quest-reference": ({}, Quest),
-    "quest-host": (_HOST | {"dense_layers": (1,)}, Quest),
+    "quest-host": (_HOST | {"dense_layers": (1,), "aside": 5}, Quest),
     "quest-host-page-16-fp8": (
         _HOST
         | _PAGES_OF_16
@@ -86,5 +87,5 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
         _HOST | _MLA | {"min_sparse_context": 40, "kv_cache_dtype": "fp8_e4m3"},
         Sketch,
     ),
-    "dsa-host-mla": (_HOST | _TOKENS | _MLA | {"device_pages": 4 * 12}, DSA),
+    "dsa-host-mla": (_HOST | _TOKENS | _MLA | {"device_pages": 4 * 12, "aside": 3}, DSA),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,17 +10,39 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from hisparse.adapters import TorchAdapter
+from hisparse.algorithms import SelectionPolicy
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.topp import TopP
+from hisparse.cache import SparseKVCacheManager
+from hisparse.cache.allocate import zeros
 from hisparse.cache.staging import Staging
+from hisparse.cache.streams import SideStream
 from hisparse.cache.swap_in import SwapIn
 from hisparse.config import HiSparseConfig
-from hisparse.engine.capabilities import check_capabilities
-from hisparse.errors import ConfigError, HiSparseError
+from hisparse.engine import decode, host_attention
+from hisparse.engine.capabilities import check_miss
+from hisparse.engine.host_attention import CudaHostAttention
+from hisparse.errors import ConfigError, HiSparseError, KernelError
+from hisparse.kernels import HostAttentionCall
+from hisparse.kernels.build import cuda
+from hisparse.memory.costs import Resources, away_bytes, make_sizing_request
 from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
-from tests.engine.test_invariants import DENSE, LAYOUTS, STORED, assert_dense
-from tests.engine.test_replay import REUSE, TIGHT, play
+from tests.delayed import DelayedStream, Order
+from tests.engine.test_invariants import DENSE, FP8_LATENTS, LAYOUTS, STORED, assert_dense
+from tests.engine.test_replay import (
+    ORDERS,
+    REUSE,
+    TIGHT,
+    assert_equal,
+    assert_same,
+    play,
+    state_of,
+)
+from tests.engine.test_verify import random_draft, simulator
+from tests.kernels.fibers.build import fiber_library
+from tests.sizes import crossed, sized
 
 HOST: dict[str, Any] = {"miss": "host"}
 SINKS = torch.linspace(-1, 3, 16).view(4, 4)
@@ -34,6 +57,10 @@ STEPS = [
         {"layers": 4, "windows": (20, 0, 0, 33), "logit_cap": 5.0, "sinks": SINKS}, id="windows"
     ),
 ]
+
+
+#: Formats that attention by the CPU reads as they are.
+IN_STREAM = [x for x in STORED if x.id not in FP8_LATENTS]
 
 
 def long_play(sim: Simulator) -> list[Tensor]:
@@ -52,16 +79,110 @@ def assert_near(got: list[Tensor], expected: list[Tensor]) -> None:
         assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda m, n=number: f"forward {n}: {m}")
 
 
+@pytest.fixture
+def in_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's part as a GPU's server runs it.
+
+    Stand-ins: host memory for the GPU's, and the caller for the thread that CUDA's driver has for
+    host functions (``host_api.h`` of the fibers).
+    """
+
+    def make(manager: SparseKVCacheManager, policy: SelectionPolicy) -> CudaHostAttention:
+        sizes = away_bytes(HiSparseConfig(min_sparse_context=1000, page_size=4), policy, 8)
+        return CudaHostAttention(manager, policy, sizes)
+
+    monkeypatch.setattr(cuda, "cuda_library", fiber_library)
+    monkeypatch.setattr(host_attention, "zeros", lambda *args, pin: zeros(*args))
+    monkeypatch.setattr(decode, "HostAttention", make)
+
+
 @pytest.mark.parametrize("settings", [*STORED, *STEPS])
-def test_outputs_are_those_of_transfer(settings: dict[str, Any]) -> None:
+def test_outputs_and_residency_are_those_of_transfer(settings: dict[str, Any]) -> None:
     """The step machine compares both with float64 attention over the selection."""
     sims = [Simulator(**settings | each) for each in ({}, HOST)]
     expected, got = [long_play(sim) for sim in sims]
     assert_near(got, expected)
+    if "windows" not in settings:  # Representations of some layers only cannot be compared so.
+        assert_same(state_of(sims[1]), state_of(sims[0]))
     transfer, host = [sim.coordinator.stats() for sim in sims]
     assert transfer.away_pages == 0
-    assert 0 < transfer.miss_pages <= host.miss_pages, "host loads no page that is away"
-    assert 0 < host.away_pages <= host.miss_pages
+    assert 0 < host.away_pages <= host.miss_pages == transfer.miss_pages
+
+
+@crossed("settings, order", [*STEPS, *sized(STORED[2:5], STORED)], ORDERS)
+def test_in_any_order_of_the_side_stream_no_bit_differs(
+    settings: dict[str, Any], order: Order
+) -> None:
+    plain = Simulator(**settings | HOST)
+    sim = Simulator(**settings | HOST, aside=DelayedStream(order))
+    assert_equal(long_play(sim), long_play(plain))
+    if "windows" not in settings:
+        assert_same(state_of(sim), state_of(plain))
+    assert sim.coordinator.stats() == plain.coordinator.stats()
+
+
+@pytest.mark.usefixtures("in_stream")
+@crossed("settings, order", [*STEPS[:4], *sized(IN_STREAM[1:2], IN_STREAM)], ORDERS)
+def test_a_stream_calls_the_cpu_in_its_order(settings: dict[str, Any], order: Order) -> None:
+    sim = Simulator(**settings | HOST, aside=DelayedStream(order))
+    expected = Simulator(**settings)
+    assert_near(long_play(sim), long_play(expected))
+    if "windows" not in settings:
+        assert_same(state_of(sim), state_of(expected))
+    assert sim.coordinator.stats().away_pages > 0
+    sim.coordinator.decode.raise_host_error()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(
+            {
+                "page_size": 2,
+                "budget": 16,
+                "device_buffer": 16,
+                "max_row": 16,
+                "num_recent_pages": 1,
+            },
+            id="no-spare-page",
+        ),
+        pytest.param({"budget": 20}, id="several-tokens-a-run"),
+    ],
+)
+def test_drafts_wait_for_what_the_tokens_before_them_load(
+    settings: dict[str, Any], order: Order
+) -> None:
+    outs: list[Tensor] = []
+    for stream in (SideStream(), DelayedStream(order)):
+        sim, requests = simulator(settings | HOST | {"aside": stream})
+        rng = random.Random(7)
+        for _ in range(5):
+            drafts = [random_draft(x, y, 5, rng) for x, y in zip(*[requests] * 2, strict=True)]
+            outs.append(sim.verify(*drafts))
+        assert sim.coordinator.stats().away_pages > 0
+    assert_equal(outs[5:], outs[:5])
+
+
+@pytest.mark.usefixtures("in_stream")
+def test_an_error_of_the_cpu_is_raised_before_the_next_forward() -> None:
+    sim = Simulator(**HOST, algorithm=Quest(), layers=1, max_row=64, checked=False)
+    request = sim.request(1, 190, seed=1)
+    sim.prefill((request, 150))
+    launch, tables = HostAttentionCall.launch, []
+
+    def spoiled(self: HostAttentionCall, on: Tensor) -> None:
+        tables.append(self._tensors[4])
+        tables[-1][:, 0] = 10_000
+        launch(self, on)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostAttentionCall, "launch", spoiled)
+        sim.decode(request)
+    assert tables
+    with pytest.raises(KernelError, match="in host memory: page_table: got 10000 in row 0"):
+        sim.decode(request)
+    sim.decode(request)
 
 
 @pytest.mark.parametrize("settings", DENSE)
@@ -79,12 +200,15 @@ def test_contexts_that_do_not_fit_are_attended_where_they_lie(
         assert_dense(sim, out[:, 1:], b, 1)
 
 
-def test_captured_steps_are_the_eager_ones() -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_captured_steps_are_the_eager_ones(order: Order) -> None:
     settings = HOST | {"min_sparse_context": 80}
-    eager, replaying = Simulator(checked=False, **settings), ReplayingSimulator(**settings)
+    eager = Simulator(checked=False, **settings)
+    replaying = ReplayingSimulator(aside=DelayedStream(order), **settings)
     expected, got = play(eager)[0], play(replaying)[0]
     assert replaying.num_replayed == len(got)
-    assert_near(got, expected)
+    assert_equal(got, expected)
+    assert_same(state_of(replaying), state_of(eager))
 
 
 def test_a_page_that_is_attended_is_checked_and_one_that_is_away_is_not() -> None:
@@ -112,8 +236,32 @@ def test_transfer_asks_for_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(given) == {True}
 
 
-def test_a_gpu_cannot_do_it_yet() -> None:
-    config = HiSparseConfig(miss="host")
-    check_capabilities(config, "cpu")
-    with pytest.raises(ConfigError, match='miss: got "host" on device cuda, expected "transfer"'):
-        check_capabilities(config, "cuda")
+def test_what_a_gpu_needs_for_it_is_charged() -> None:
+    """Page-locked memory, and on the device the results with what merges them."""
+    sims = [Simulator(**each) for each in ({}, HOST)]
+    sizes = {"host_bytes": 1 << 30, "device_bytes": 1 << 30, "context_length": 1000}
+    resources = Resources(**sizes, max_requests=8, device_type="cuda")
+    plain, host = (
+        make_sizing_request(x.resolved, x.policy, resources, kept={}, adapter=TorchAdapter)
+        for x in sims
+    )
+    charged = away_bytes(sims[1].config, sims[1].policy, 8)
+    assert plain.host_bytes - host.host_bytes == sum(charged)
+    assert host.workspace(8) - plain.workspace(8) == 2 * charged.results
+    assert charged.results == 9 * 4 * (sims[1].spec.v_head_dim + 1) * 4
+
+
+def test_a_gpu_refuses_pages_that_the_cpu_would_have_to_decode() -> None:
+    latents = Simulator(kv_heads=1, latent_rank=8, kv_cache_dtype="fp8_e4m3", scope="layer").spec
+    config = HiSparseConfig(miss="host", kv_cache_dtype="fp8_e4m3")
+    check_miss(config, latents, "cpu")
+    check_miss(config, Simulator(kv_cache_dtype="fp8_e4m3").spec, "cuda")
+    with pytest.raises(ConfigError, match=r"on device cuda, expected"):
+        check_miss(config, latents, "cuda")
+
+
+@pytest.mark.usefixtures("in_stream")
+def test_a_gpu_refuses_it_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "cuda_library", lambda: None)
+    with pytest.raises(ConfigError, match='miss: got "host" without native kernels, expected'):
+        Simulator(**HOST)

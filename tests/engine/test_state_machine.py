@@ -29,6 +29,7 @@ from hisparse.algorithms import DecodeStep
 from hisparse.kernels import operation
 from hisparse.testing import Simulator
 from hisparse.types import Selection
+from tests.delayed import DelayedStream
 from tests.engine.state_engines import ENGINES, LONGEST, NUM_SLOTS, SMALL
 from tests.engine.state_model import (
     Contents,
@@ -59,9 +60,11 @@ class Requests(RuleBasedStateMachine):
         super().__init__()
         options, algorithm = ENGINES[self.name]
         options = SMALL | options
+        if "aside" in options:
+            options |= {"aside": DelayedStream(options["aside"])}
         self.sim = Simulator(**options, algorithm=algorithm())
         self.longest = LONGEST[self.sim.page_size]
-        few = {"num_slots": 2, "device_pages": None, "host_pages": 4}
+        few = {"num_slots": 2, "device_pages": None, "host_pages": 4, "aside": None}
         twin = Simulator(**options | few, algorithm=algorithm())
         self.words = Vocabulary(self.sim.spec, has_indexer=self.sim.algorithm.indexer)
         self.pages = PageOracle(twin, self.words)

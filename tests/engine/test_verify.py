@@ -155,6 +155,14 @@ def simulator(settings: dict[str, Any]) -> tuple[DraftingSimulator, list[Request
     return sim, requests
 
 
+def assert_served(got: Tensor, expected: Tensor, settings: dict[str, Any], where: object) -> None:
+    """Bit for bit; to rounding if tokens of a run load what the CPU attends for one alone."""
+    if settings.get("miss") == "host":
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    else:
+        assert torch.equal(got, expected), where
+
+
 def bits(tensor: Tensor) -> Tensor:
     """The bytes, so that NaN equals NaN."""
     return tensor.contiguous().view(torch.uint8)
@@ -215,7 +223,7 @@ def test_accepted_drafts_equal_decoding_one_token_at_a_time(
         for token in range(max(draft.accepted for draft in drafts) + 1):
             some = [b for b, draft in enumerate(drafts) if token <= draft.accepted]
             expected = alone.decode(*(twins[b] for b in some))
-            assert torch.equal(out[:, some, token], expected), (before, token)
+            assert_served(out[:, some, token], expected, settings, (before, token))
         assert_same_tokens(sim, alone, requests)
         assert_same_state(sim, alone)
     assert [r.done for r in requests] == [r.done for r in twins]
@@ -233,7 +241,7 @@ def test_every_draft_attends_what_it_would_attend_alone(settings: dict[str, Any]
     for token, (source, at) in enumerate(sources[:6]):
         for target, values in zip(twin.streams, source.streams, strict=True):
             target[:, first + token] = values[:, at]
-        assert torch.equal(out[:, 0, token], alone.decode(twin)[:, 0]), token
+        assert_served(out[:, 0, token], alone.decode(twin)[:, 0], settings, token)
     # What is after the chain is not served.
     assert torch.equal(out[:, 0, 6:], out[:, 0, :1].expand(-1, 2, -1, -1))
 

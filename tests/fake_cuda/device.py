@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from hisparse.cache import allocate, manager
 from hisparse.kernels import operation
+from hisparse.kernels.attention import op as attention
 from hisparse.kernels.build import cuda as build_cuda
 from hisparse.kernels.build.cache import CACHE
 from hisparse.kernels.build.compiler import digest_of, produce_from_objects
@@ -34,6 +35,12 @@ CUDA = torch.device("cuda:0")
 PROCESSORS = 132
 #: Shared memory of a block, by compute capability.
 SHARED_BYTES = {(8, 0): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
+_CALLED_BY_CUDA = SimpleNamespace(
+    host_function=lambda: 0,
+    prepare_attention=lambda *given: 0,
+    drop_attention=lambda call: None,
+    take_host_error=lambda: "",
+)
 _GUARD = Path(__file__).parent / "guard.cpp"
 
 
@@ -68,6 +75,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
         patch.object(FakeTensor, "data_ptr", address, create=True),
         patch.object(build_cuda, "cuda_library", lambda: launches.library),
         patch.object(manager, "make_stream", lambda device: launches.aside),
+        # Calls that CUDA makes in a stream are counted, and not made.
+        patch.object(attention, "cpu_library", lambda: _CALLED_BY_CUDA),
         patch.object(JITFunction, "run", lambda *args, **each: launches.run_triton(*args, **each)),
     ]
     zeros = allocate.zeros

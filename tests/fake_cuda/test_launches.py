@@ -31,6 +31,10 @@ EAGER_LAUNCHES = {
 }  # fmt: skip
 
 
+#: The most launches that merge what the CPU attended.
+MERGED = 10
+
+
 def context_of(name: str) -> int:
     """Tokens with which the launches of an algorithm are counted."""
     return _SHORT.get(name, CONTEXT)
@@ -97,6 +101,30 @@ def test_captured_steps_serve_full_tail_pages_beside_the_model() -> None:
     aside = {"aside.promote_tail", "aside.triton.sketch.sketch_kernel"}
     assert {x for x in counts.captured if x.startswith("aside.")} == aside
     assert not [x for x in counts.eager if x.startswith("aside.")]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_cpu_attends_beside_a_captured_layer(kind: str) -> None:
+    """No copy waits; loads follow the attention, and only its results are waited for."""
+    totals, names = [], []
+    for miss in ("transfer", "host"):
+        with fake_cuda() as launches:
+            settings, algorithm = {"miss": miss}, algorithm_of("sketch")
+            engine = FakeEngine(launches, algorithm, model(kind), "layer", settings=settings)
+            launches.waits.clear()
+            engine.captured()
+            assert launches.waits == []
+            totals.append(launches.of_layer(LAYER))
+            names = [x.name for x in launches.all if x.layer == LAYER]
+    copied, called = "aside.aten.copy_", "aside.launch_host_call"
+    last = ["aside.promote_tail", "aside.triton.sketch.sketch_kernel"]
+    expected = [copied, copied, called, copied, "aside.gather_pages", *last]
+    assert [x for x in names if x.startswith("aside.")] == expected
+    assert "gather_pages" not in names
+    assert names.index("diff_tables") < names.index(called)
+    more = totals[1] - totals[0]
+    merged = {name: number for name, number in more.items() if not name.startswith("aside.")}
+    assert sum(merged.values()) <= MERGED, merged
 
 
 def test_an_indexer_scores_a_chunk_in_one_launch() -> None:

@@ -19,9 +19,9 @@ class LruOracle:
         where = {page: slot for slot, page in self.slots.items() if page is not None}
         hits = {where[p] for p in wanted if p in where}
         misses = [p for p in wanted if p not in where]
-        loads, away = (misses, []) if waits else ([], misses)
-        victims = [slot for slot in self.slots if slot not in hits][: len(loads)]
-        for slot, page in zip(victims, loads, strict=True):
+        away = [] if waits else misses
+        victims = [slot for slot in self.slots if slot not in hits][: len(misses)]
+        for slot, page in zip(victims, misses, strict=True):
             self.slots[slot] = page
             self.slots.move_to_end(slot)
             where[page] = slot

@@ -55,7 +55,7 @@ def test_nothing_is_read_past_the_stores_of_a_step(compiled: Compile, source: st
     """``ld.global.nc`` is for what no thread writes while the kernel runs."""
     ptx = compiled(source, "ptx")
     found = kernels(ptx)
-    assert found or source == "copy_engine.cu"
+    assert found or source in ("copy_engine.cu", "host_call.cu")
     assert not [name for name, code in found.items() if "ld.global.nc" in code]
     for name, code in found.items():
         if "sketch_score_kernel" in name:

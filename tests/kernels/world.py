@@ -134,11 +134,6 @@ class World:
     layers: int = 1
     oracles: list[list[LruOracle]] = field(init=False)
 
-    @property
-    def may_be_away(self) -> bool:
-        """Whether rows may leave misses in host memory: on a GPU all wait."""
-        return self.impl in ("reference", "cpu")
-
     def __post_init__(self) -> None:
         tables = (self.layers, self.num_rows, self.slots)
         self.states = indexed(*(torch.full(tables, -1, dtype=torch.int32) for _ in range(3)))
@@ -214,7 +209,7 @@ class World:
             pool = [*rng.sample(range(num_pages), min(room, num_pages)), -1]
             selection.append([rng.choice(pool) for _ in range(width)])
         state_rows = rows + [rng.choice([*rows, 0]) for _ in range(padded)]
-        waits = not self.may_be_away or rng.random() < 0.6
+        waits = rng.random() < 0.6
         diff = diff_slots(
             i32(selection),
             i32(table),

@@ -45,6 +45,7 @@ struct TableOutputs {
   unsigned long long* counts;   // [3], sums of hits, misses and malformed rows; or null
   int64_t device_pages_stride, attended_stride, loads_stride;  // elements
   int32_t page_size, tail_below;  // the tail page is attended beside fewer pages than tail_below
+  bool waits;                     // or pages that are missing are left out of `attended`
 };
 
 // Lists of one row, in shared memory or, if the selection is too wide for it, in global memory.
@@ -83,7 +84,7 @@ struct LruWorkspace {
 struct LruShared {
   int32_t totals[BlockRank::kTotals];
   int32_t num_hits, malformed, unordered;  // The last: a page may be selected twice.
-  int32_t unused;  // The workspace after it begins at a multiple of 16 bytes.
+  int32_t resident;  // Entries that are attended. The workspace begins at a multiple of 16 bytes.
 };
 
 // Entries of the selection that each thread looks up at once: their pages, and what the index says.
@@ -278,11 +279,33 @@ struct LruRow {
     const int32_t found = work.found[i];
     return found < -1 ? work.victims[work.rank[work.first[-2 - found]]] : found;
   }
+
+  // Writes the pages of the entries that were not missing, in their order, then -1; returns how many of
+  // the first `length` entries these are.
+  __device__ int32_t write_resident(int32_t* attended, int32_t length) {
+    rank.restart();
+#pragma unroll 1
+    for (int32_t base = 0; base < p.width; base += num_threads()) {
+      const int32_t i = base + static_cast<int32_t>(threadIdx.x);
+      const int32_t slot = i < p.width ? work.found[i] : -2;
+      const bool is_there[1] = {slot >= -1};
+      int32_t place[1];
+      rank(is_there, place);
+      if (i == length && i < p.width) shared.resident = place[0];
+      if (is_there[0]) attended[place[0]] = slot < 0 ? -1 : device_pages[slot];
+    }
+    const int32_t count = rank.count();
+    if (threadIdx.x == 0 && (length < 0 || length >= p.width)) shared.resident = count;
+#pragma unroll 1
+    for (int32_t i = count + threadIdx.x; i <= p.width; i += num_threads()) attended[i] = -1;
+    __syncthreads();  // The tail page is written after these.
+    return shared.resident;
+  }
 };
 
 // Writes what is loaded to where, victims and hits after the survivors, and what to attend.
 template <bool kInShared>
-__device__ void write_row(const TableOutputs& out, const LruRow<kInShared>& row, int32_t r,
+__device__ void write_row(const TableOutputs& out, LruRow<kInShared>& row, int32_t r,
                           int32_t length, int32_t num_misses, int32_t tail_page, int32_t tail_len) {
   const LruDiffParams& p = row.p;
   const int32_t width = p.width, num_hits = row.shared.num_hits;
@@ -296,7 +319,7 @@ __device__ void write_row(const TableOutputs& out, const LruRow<kInShared>& row,
     const int32_t slot = row.slot_at(i), attends = slot < 0 ? -1 : row.device_pages[slot];
     malformed |= (slot >= 0) != (i < length);
     absent |= i < length && attends < 0;
-    if (i != length) attended[i] = attends;
+    if (out.waits && i != length) attended[i] = attends;
     if (i < num_hits) row.lru_order[survivors + num_misses + i] = row.work.hits[i];
     const int32_t victim = i < num_misses ? row.work.victims[i] : -1;
     const int32_t entry = victim < 0 ? -1 : row.work.entry[i];
@@ -309,6 +332,7 @@ __device__ void write_row(const TableOutputs& out, const LruRow<kInShared>& row,
     row.lru_order[survivors + i] = victim;
   }
   if (malformed) atomicOr(&row.shared.malformed, 1);
+  const int32_t resident = out.waits ? length : row.write_resident(attended, length);
   const bool tail_alone = __syncthreads_or(absent);  // Else attention would read page -1.
   if (tail_alone) {
 #pragma unroll 1
@@ -316,9 +340,9 @@ __device__ void write_row(const TableOutputs& out, const LruRow<kInShared>& row,
     __syncthreads();  // The tail page is written after these.
   }
   if (threadIdx.x != 0) return;
-  const int32_t full = tail_alone ? 0 : length;
-  const bool with_tail = row.every_page || full < out.tail_below;
-  if (length != width) attended[width] = -1;
+  const int32_t full = tail_alone ? 0 : resident;
+  const bool with_tail = row.every_page || (tail_alone ? 0 : length) < out.tail_below;
+  if (out.waits && length != width) attended[width] = -1;
   attended[full] = tail_page;
   out.seq_lens[r] = full * out.page_size + (with_tail ? tail_len : 0);
   p.num_hits[r] = num_hits;

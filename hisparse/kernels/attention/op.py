@@ -1,5 +1,6 @@
 """Attention over pages, and of a chunk of queries over contiguous keys."""
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,11 +9,13 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
+from hisparse.kernels.build.cpu import cpu_library
+from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.operation import Operation
 from hisparse.kernels.quantize.op import STORED, check_scales
 from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
 
-__all__ = ["chunk_attention", "paged_attention"]
+__all__ = ["HostAttentionCall", "chunk_attention", "paged_attention", "raise_host_error"]
 
 
 def _pages_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -109,6 +112,61 @@ def paged_attention(
     more = () if heads == 1 else (heads,)
     out, lse = run(query, stored, page_table, seq_lens, rule, *more)
     return out, lse
+
+
+class HostAttentionCall:
+    """:func:`paged_attention` on the CPU at a place in the order of a CUDA stream.
+
+    A thread of CUDA's driver makes the call, in C++ only: it takes no lock of Python's. If the call
+    fails, no row attends anything, and :func:`raise_host_error` raises the error.
+
+    Args:
+        query, kv, rule, heads: as :func:`paged_attention` takes them, in host memory.
+        page_table: ``[R, P] int32``; a row attends the pages before its first -1, which are full.
+        out, lse: ``[R, Q, Dv]`` and ``[R, Q]``, float32, dense; written to.
+
+    Raises:
+        KernelError: a tensor is refused, or there are no C++ kernels.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        kv: StoredKV,
+        page_table: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        rule: AttentionRule,
+        heads: int,
+    ) -> None:
+        lens = torch.zeros(len(page_table), dtype=torch.int32)
+        PAGED_ATTENTION("cpu", query, *kv, page_table, lens, values=(heads, "cpu"))
+        library: Any = cpu_library()
+        #: What the call reads and writes, kept alive.
+        self._tensors = (query, *kv, page_table, lens, out, lse)
+        self._function = library.host_function()
+        numbers = (rule.scale, rule.logit_cap, rule.window, heads)
+        self._call = library.prepare_attention(*self._tensors, *numbers)
+        weakref.finalize(self, library.drop_attention, self._call)
+
+    def launch(self, on: Tensor) -> None:
+        """Put the call into the current stream of a tensor's device, or into a capture there.
+
+        This object has to outlive the stream's work and the graph.
+        """
+        call_cuda("launch_host_call", on, self._function, self._call)
+
+
+def raise_host_error() -> None:
+    """Raise what went wrong in calls of :class:`HostAttentionCall` since the last time, if any.
+
+    Raises:
+        KernelError: one line about the first error.
+    """
+    library: Any = cpu_library()
+    if library is not None and (message := str(library.take_host_error())):
+        raise KernelError(f"attention in host memory: {message}")
 
 
 def chunk_attention(

@@ -90,8 +90,8 @@ class DiffTables(NamedTuple):
         load_host_pages: ``[R, K] int32``, host pages of the misses, in order of first occurrence.
         num_hits: ``[R] int32``, unique pages that were resident.
         num_misses: ``[R] int32``, unique pages that were not; -1 in rows that cannot be served.
-        away: ``[R] int32``, misses that the row does not wait for: all, which ``attended`` leaves
-            out, or 0 in dense requests. None if all rows wait.
+        away: ``[R] int32``, misses that the row does not wait for: ``num_misses``, and
+            ``attended`` leaves them out. None if rows wait.
     """
 
     attended: Tensor
@@ -121,9 +121,6 @@ def tables(rows: str, *, pages_move: bool) -> tuple[Arg, ...]:
 
 def _selection_fits(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     selection, width = tensors["selection"], sizes["width"]
-    device = tensors["rows"].device
-    if not sizes["waits"] and device.type != "cpu":
-        raise KernelError(f"waits: got False on {device}, expected True: on a GPU all rows wait")
     if selection is None and width is None:
         raise KernelError("width: got none without a selection, expected the most pages of a row")
     if width is not None and width < (least := 0 if selection is None else selection.shape[1]):
@@ -212,15 +209,16 @@ DIFF_TABLES = Operation(
         Result(_I32, "R"),
     ),
     on="rows",
-    values=("width", "waits"),
+    values=("width",),
     cpu=_tables_on_cpu,
-    cuda=lambda call, selection, rows, state, page_size, width, tail_below, _: call(
+    cuda=lambda call, selection, rows, state, page_size, width, tail_below, waits: call(
         *(selection or (None, None)),
         *rows,
         *state,
         _scratch(state, rows.rows, width),
         page_size,
         tail_below,
+        waits,
         width,
     ),
     sizes=("K",),
@@ -250,8 +248,8 @@ def diff_tables(
     tables stay. A row that lacks a page at one of the first ``lengths`` entries attends only its
     tail page on a GPU too, and is an error of attention on a CPU.
 
-    A row that does not wait attends what is resident; its misses are *away*, to be attended in host
-    memory, and get no slot.
+    A row that does not wait attends what was resident before; its misses are *away*, to be attended
+    in host memory while they are loaded.
 
     Args:
         selection: pages ``[R, n]``, -1 padded, and lengths ``[R]``; None: every page of every
@@ -262,25 +260,16 @@ def diff_tables(
         width: K, entries of the results, at least n; None: n. Dense requests have at most K pages.
         tail_below: the tail page is attended only beside fewer pages than this, and in dense
             requests; None: always.
-        waits: whether rows wait for their misses. Those of dense requests always do, and on a GPU
-            all must.
+        waits: whether rows wait for their misses; rows that stand here more than once have to.
     """
     chosen = (None, None) if selection is None else selection
-    run = DIFF_TABLES(impl, *chosen, *rows, *state, values=(width, waits))
+    run = DIFF_TABLES(impl, *chosen, *rows, *state, values=(width,))
     if width is None:
         assert selection is not None, "checked"
         width = selection.pages.shape[1]
     tail_below = width + 1 if tail_below is None else tail_below
     found = DiffTables(*run(selection, rows, state, page_size, width, tail_below, waits))
-    return found if waits else found._replace(away=_all_away(found.num_misses, rows.dense))
-
-
-def _all_away(num_misses: Tensor, dense: Tensor | None) -> Tensor:
-    """``num_misses [R]`` but for 0 in the rows of the requests ``dense [T] bool``."""
-    if dense is None:
-        return num_misses
-    heads = len(num_misses) // max(len(dense), 1)
-    return num_misses.masked_fill(dense.repeat_interleave(heads), 0)
+    return found if waits else found._replace(away=found.num_misses)
 
 
 def verify_diff(num_misses: Tensor, selection: Selection | None, rows: DecodeRows) -> None:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hisparse.errors import KernelError
 from hisparse.kernels.lru.op import DecodeRows, DiffTables, RowState, with_dense_requests
 from hisparse.types import Selection
 
@@ -19,7 +18,7 @@ class _LruDiff(NamedTuple):
     load_slots: Tensor  # [R, K], slot that each miss is loaded to
     num_hits: Tensor  # [R], unique pages that were resident
     num_misses: Tensor  # [R], unique pages that were not; -1: the row is refused
-    is_away: Tensor  # [R, K], 1 for entries that the row neither has nor waits for, else 0
+    missed: Tensor  # [R, K], 1 for entries whose page was not resident, else 0
 
 
 class _Intersection(NamedTuple):
@@ -32,13 +31,11 @@ class _Intersection(NamedTuple):
     first_miss: Tensor  # [R, K] bool, that entry, of a page that is not
 
 
-def _in_rounds(
-    pages: Tensor, rows: DecodeRows, state: RowState, waiting: Tensor | None
-) -> _LruDiff:
+def _in_rounds(pages: Tensor, rows: DecodeRows, state: RowState) -> _LruDiff:
     """:func:`_lru_diff` for ``pages [R, K] int32``; the same state rows follow in order."""
     rounds = _rounds(rows.rows, len(rows.num_pages))
     if len(rounds) <= 1:
-        return _lru_diff(pages, rows, state, waiting)
+        return _lru_diff(pages, rows, state)
     shapes = (*[pages] * 3, *[rows.capacity] * 2, pages)
     out = _LruDiff(*map(torch.empty_like, shapes))
     heads = len(rows.rows) // len(rows.num_pages)
@@ -51,7 +48,7 @@ def _in_rounds(
             host_page_table=rows.host_page_table[requests],
             num_pages=rows.num_pages[requests],
         )
-        found = _lru_diff(pages[index], some, state, None if waiting is None else waiting[index])
+        found = _lru_diff(pages[index], some, state)
         for given, x in zip(out, found, strict=True):
             given[index] = x
     return out
@@ -72,12 +69,8 @@ def _rounds(rows: Tensor, requests: int) -> list[Tensor]:
     return [torch.nonzero(place == i)[:, 0] for i in range(int(place.max()) + 1)]
 
 
-def _lru_diff(
-    selection: Tensor, rows: DecodeRows, state: RowState, waiting: Tensor | None
-) -> _LruDiff:
+def _lru_diff(selection: Tensor, rows: DecodeRows, state: RowState) -> _LruDiff:
     """Hits, misses and loads of different state rows, whose tables are updated.
-
-    ``waiting [R] bool``, rows that load their misses; None: all do.
 
     Every phase scatters and gathers in tables with one more column than needed. What does not
     apply goes to the extra column, so that no shape depends on the data.
@@ -91,22 +84,9 @@ def _lru_diff(
     # Unlike an index in brackets, index_select refuses -1.
     slot_pages, order = (x.index_select(0, rows.rows) for x in state[:2])
     found = _intersect(pages, slot_pages, table.shape[1])
-    num_loads = num_misses = found.first_miss.sum(1)
-    if waiting is not None:
-        selected = num_misses + found.first_hit.sum(1)
-        if bool((beyond := selected > rows.capacity).any()):
-            at = int(beyond.int().argmax())
-            raise KernelError(
-                f"selection: got {selected[at]} pages in state row {rows.rows[at]}, expected at "
-                f"most its capacity, {rows.capacity[at]}"
-            )
-        num_loads = torch.where(waiting, num_misses, 0)
-    victims, order = _evict(order.long(), rows.capacity, found, num_loads[:, None])
+    num_loads = found.first_miss.sum(1, keepdim=True)
+    victims, order = _evict(order.long(), rows.capacity, found, num_loads)
     diff, load_pages = _map_loads(pages, table, found, victims)
-    if waiting is not None:
-        missed = found.wanted & (found.slots < 0)
-        diff = diff._replace(is_away=missed & ~waiting[:, None])
-        load_pages = load_pages.where(diff.load_slots >= 0, -1)
     diff = diff._replace(num_misses=diff.num_misses.masked_fill(real & ~served, -1))
 
     loaded_slots = torch.where(load_pages >= 0, diff.load_slots, slot_pages.shape[1])
@@ -195,7 +175,7 @@ def _map_loads(
         victims: ``[R, K + 1]``, of phase 2.
 
     Returns:
-        The result, as int64, no row away; and ``[R, K]``, the page index of each load, -1 padded.
+        The result, as int64; and ``[R, K]``, the page index of each load, -1 padded.
     """
     num_rows, width = pages.shape
     num_misses = found.first_miss.sum(1)
@@ -213,8 +193,7 @@ def _map_loads(
     victim = victims.gather(1, torch.where(missed, own_rank, width))
     current = torch.where(missed, victim, found.slots)
     num_hits = found.first_hit.sum(1)
-    none_away = torch.zeros_like(missed)
-    diff = _LruDiff(current, load_host, victims[:, :width], num_hits, num_misses, none_away)
+    diff = _LruDiff(current, load_host, victims[:, :width], num_hits, num_misses, missed)
     return diff, load_pages
 
 
@@ -229,23 +208,19 @@ def diff_tables(
 ) -> DiffTables:
     """See :func:`hisparse.kernels.diff_tables`."""
     pages, lengths, dense = with_dense_requests(selection, rows, width)
-    waiting = None
-    if not waits:
-        waiting = torch.zeros_like(lengths, dtype=torch.bool) if dense is None else dense
-    diff = _in_rounds(pages, rows, state, waiting)
+    diff = _in_rounds(pages, rows, state)
     if rows.counts is not None:
         malformed = _malformed(diff, lengths, rows.num_real_rows)
         counts = (diff.num_hits, diff.num_misses.clamp(min=0), malformed)
         rows.counts.add_(torch.stack([x.sum() for x in counts]))
     attended = _pages_of(state.device_pages, rows.rows, diff.current)
-    is_away = diff.is_away.bool()
-    absent = _lacks_page(attended.masked_fill(is_away, 0), lengths)
+    absent = _lacks_page(attended, lengths)
     lengths = lengths.masked_fill(absent, 0)
     has_tail = lengths < tail_below
     if dense is not None:
         has_tail |= dense
     if not waits:
-        attended, lengths = _drop_away(attended, lengths, is_away)
+        attended, lengths = _drop(attended, lengths, diff.missed.bool())
     attended = pad(attended.masked_fill(absent[:, None], -1), (0, 1), value=-1)
     attended.scatter_(1, lengths[:, None].long(), rows.tail_pages[:, None])
     tail_lens = torch.where(has_tail, rows.tail_lens, 0)
@@ -260,12 +235,12 @@ def diff_tables(
     )
 
 
-def _drop_away(pages: Tensor, lengths: Tensor, is_away: Tensor) -> tuple[Tensor, Tensor]:
-    """``pages [R, K]`` and ``lengths [R]`` without the entries ``is_away [R, K] bool``."""
-    kept, order = is_away.sort(dim=1, stable=True)
+def _drop(pages: Tensor, lengths: Tensor, missed: Tensor) -> tuple[Tensor, Tensor]:
+    """``pages [R, K]`` and ``lengths [R]`` without the entries ``missed [R, K] bool``."""
+    dropped, order = missed.sort(dim=1, stable=True)
     entry = torch.arange(pages.shape[1], device=lengths.device)
-    left = lengths - (is_away & (entry < lengths[:, None])).sum(1, dtype=torch.int32)
-    return pages.gather(1, order).masked_fill(kept, -1), left
+    left = lengths - (missed & (entry < lengths[:, None])).sum(1, dtype=torch.int32)
+    return pages.gather(1, order).masked_fill(dropped, -1), left
 
 
 def _lacks_page(pages: Tensor, lengths: Tensor) -> Tensor:
@@ -279,7 +254,7 @@ def _malformed(diff: _LruDiff, lengths: Tensor, num_real_rows: Tensor) -> Tensor
     """``[R] bool``, real rows with a duplicate, a gap, a page too many, or that were refused."""
     rows, width = diff.current.shape
     entry = torch.arange(width, device=lengths.device)
-    misplaced = ((diff.current >= 0) | (diff.is_away > 0)) != (entry < lengths[:, None])
+    misplaced = (diff.current >= 0) != (entry < lengths[:, None])
     wrong = misplaced.any(1) | (diff.num_hits + diff.num_misses != lengths)
     return wrong & (torch.arange(rows, device=lengths.device) < num_real_rows)
 

@@ -107,6 +107,12 @@ inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
   attributes->type = pinned ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
   return cudaSuccess;
 }
+using cudaHostFn_t = void (*)(void*);
+// Stands in for CUDA's, whose driver has a thread for it: here the caller is that thread.
+inline cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* argument) {
+  function(argument);
+  return cudaSuccess;
+}
 inline cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind,
                                    cudaStream_t) {
   if (!fibers::in_one_piece(dst, bytes) || !fibers::in_one_piece(src, bytes)) {
