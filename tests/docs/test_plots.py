@@ -102,6 +102,20 @@ def test_every_figure_of_the_other_models_is_their_results() -> None:
     assert len(rows) == 7
 
 
+def test_every_figure_of_rulers_table_is_the_results() -> None:
+    (file,) = (ROOT / "bench/results").glob("2026-11-27-ruler-qwen-4k-*.json")
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    means = [cell for cell in cells if cell["task"] == "mean"]
+    rows = _page_rows("method, budget 256")
+    for (name, tokens, *shown), cell in zip(rows, means, strict=True):
+        assert (name, cell["n"], cell["tokens"][::2]) == (f"`{cell['method']}`", 10, [3767, 3779])
+        kept = cell["kept_mean"]
+        assert tokens == ("-" if kept is None else f"{kept:.0f}")
+        keys = (("score", "low", "high"), ("lost", "lost_low", "lost_high"))
+        values = ([f"{100 * cell[key]:.0f}" for key in three] for three in keys)
+        assert shown == [f"{value} ({low} to {high})" for value, low, high in values]
+
+
 def test_styles_are_different() -> None:
     styles = make_styles(map(str, range(50)))
     assert len({(style["color"], style["marker"]) for style in styles.values()}) == 50
