@@ -32,8 +32,10 @@ _SELECTING = re.compile(
     r"(^|_)index(er)?_.*(topk|head|budget|block|pool|types|tokens)|^cli_factor$"
     r"|sparse_(attention|attn|config|topk)|block_?sparse|compress_(ratio|rate)s?$|^(moba|nsa)_|^dual_chunk"
 )
-#: Those of an indexer such as that of DeepSeek-V3.2, which an algorithm can ask.
-_INDEXER_FIELDS = {"index_topk", "index_n_heads", "index_head_dim", "index_skip_topk_offset"}
+#: Those of an indexer such as that of DeepSeek-V3.2, with a key for each token, in every layer.
+LIGHTNING_INDEXER = frozenset(
+    {"index_topk", "index_n_heads", "index_head_dim", "index_skip_topk_offset"}
+)
 #: Values of a model without it: off, one token per key, an indexer in every layer ("F", "full").
 _OFF = (None, 0, 1, "F", "full")
 
@@ -49,24 +51,24 @@ def text_config(model: Any) -> Any:
     return getattr(model, "config", model).get_text_config(decoder=True)
 
 
-def check_own_selection(name: str, *configs: Any, indexer: bool = False) -> None:
+def check_own_selection(name: str, *configs: Any, served: frozenset[str] = frozenset()) -> None:
     """Refuse a model whose configuration says that it selects by itself what it attends.
 
     Args:
         name: of the model, for the message.
         configs: of the model and of its decoder.
-        indexer: accept an indexer such as that of DeepSeek-V3.2.
+        served: fields of an indexer that the caller serves.
 
     Raises:
         ConfigError: names the fields that say so, such as "indexer_budget".
     """
     fields = {field: x for config in configs for field, x in vars(config).items()}
     found = {field for field, x in fields.items() if _SELECTING.search(field) and not _is_off(x)}
-    if found := found - _INDEXER_FIELDS if indexer else found:
+    if found := found - served:
         raise ConfigError(
             f"{name} was trained to select by itself what it attends ({', '.join(sorted(found))}); "
             "expected attention over all tokens or a window, or in a server an indexer such as "
-            "that of DeepSeek-V3.2: one key per token, in every layer"
+            "that of DeepSeek-V3.2 (one key per token, in every layer) or Qwen4-Exp"
         )
 
 

@@ -24,9 +24,10 @@ and v) whose dtype is not given have the dtype of the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -215,6 +216,36 @@ class IndexerInputs(NamedTuple):
     def take(self, tokens: slice | Tensor) -> IndexerInputs:
         """The inputs of ``tokens``, a slice or ``[n] int64``."""
         return IndexerInputs(self.queries[tokens], self.keys[tokens], self.weights[tokens])
+
+
+class BlockIndexerInputs(IndexerInputs):
+    """Outputs of an indexer that scores blocks of S tokens, each of them a page.
+
+    Its ``keys`` are those of tokens.
+
+    Attributes:
+        positions: ``[T, 3] int64``, rotary positions along the three axes of text and images.
+        compress: takes the tokens' keys ``[N, S, Di]`` of blocks, any float dtype, and the
+            positions ``[N, 3]`` of their first tokens; returns the blocks' keys ``[N, Di]``.
+    """
+
+    positions: Tensor
+    compress: Callable[[Tensor, Tensor], Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        inputs: IndexerInputs,
+        positions: Tensor,
+        compress: Callable[[Tensor, Tensor], Tensor],
+    ) -> Self:
+        """Inputs with what makes keys of blocks."""
+        made = cls(*inputs)
+        made.positions, made.compress = positions, compress
+        return made
+
+    def take(self, tokens: slice | Tensor) -> Self:
+        return self.of(super().take(tokens), self.positions[tokens], self.compress)
 
 
 class Selection(NamedTuple):

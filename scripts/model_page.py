@@ -39,21 +39,22 @@ bfloat16, tokens differ from those of `torch_native` after a while
 ## Models that select by themselves
 
 A model that was trained to attend what it selects is not served with another selection. hisparse
-serves the indexer of DeepSeek-V3.2 and GLM-5, with `dsa` ([deepseek.md](deepseek.md)). It refuses
-all other such models before they load. So do `hisparse plan` and `HiSparseCache`, where fields of
-the configuration tell:
+serves two indexers. Bytes are of a token and layer, in bfloat16:
 
-| model | fields |
-| --- | --- |
-| Qwen4-Exp (QSA) | `indexer_budget`, `indexer_compress_ratio` |
-| MiniMax-M3 | `sparse_attention_config`, `index_topk_blocks` |
-| MiniCPM (InfLLM-V2) | `sparse_config` |
-| DeepSeek-V4 | `compress_ratios`, `index_topk` |
-| GLM-5-Next: a key for several tokens | `index_kpool` |
-| Qwen2.5-1M: dual chunk attention | `dual_chunk_attention_config` |
-| Hunyuan V4: layers share an indexer | `indexer_types`, `index_topk_freq` |
-| LongCat: tokens that are always kept | `index_local_tokens` |
-| any other | names like these |
+| model | algorithm | host | device |
+| --- | --- | --- | --- |
+| DeepSeek-V3.2, GLM-5 (DSA) | `dsa` ([deepseek.md](deepseek.md)) | 1,152 | 132 |
+| Qwen4-Exp (QSA) | `qsa` | 2,048 | 64, and 1,120 for a request and layer |
+
+For Qwen4-Exp set `page_size` to 4, its `indexer_compress_ratio`, `budget` to its `indexer_budget`,
+and `num_sink_pages` and `num_recent_pages` to 0. For prompts of 4 to 8 times the budget, tokens are
+those of transformers, in float32 with random weights; trained weights, images and a GPU have not
+run. A captured layer launches 16 kernels, and those of a block's norm and rotation. MTP and
+`--qsa-indexer-dtype fp8_e4m3` are refused.
+
+hisparse refuses other such models before they load: MiniMax-M3, MiniCPM (InfLLM-V2), DeepSeek-V4,
+GLM-5-Next, Qwen2.5-1M, Hunyuan V4 and LongCat. Fields of the configuration tell. `HiSparseCache`
+and `hisparse plan` refuse Qwen4-Exp too.
 
 ## Hybrids
 
@@ -62,9 +63,9 @@ layers that attend have K and V in host memory, representations and device pages
 states of the other layers on the device: `--max-mamba-cache-size` or `--mamba-full-memory-ratio`
 sets the size. `dense_layers` and the label `layer` number layers as the model does.
 
-Qwen3-Next, Kimi Linear and LFM2 give the tokens of transformers. Their other layers run with
-functions in PyTorch (`cpu_standins/`), because SGLang has them for GPUs and Intel's AMX only. Some
-models, such as LFM2, need `--disable-radix-cache`.
+Qwen3-Next, Kimi Linear and LFM2 give the tokens of transformers. Their other layers run in PyTorch
+(`cpu_standins/`): SGLang has them for GPUs and Intel's AMX. Some models, such as LFM2, need
+`--disable-radix-cache`.
 
 Hybrids are not served with `storage`, speculative decoding, prefill and decode servers, `--pp-size`
 or `--attn-dp-size`, and were not tested with several ranks. `hisparse plan` and `HiSparseCache`

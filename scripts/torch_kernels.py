@@ -6,6 +6,7 @@ Qwen3-Next and Qwen2 MoE. The radix cache of hybrids needs copies of states.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 _CONVOLUTION = "sglang.srt.layers.attention.mamba.causal_conv1d"
 _TRITON_CONVOLUTION = "sglang.kernels.ops.mamba.causal_conv1d_triton"
+_QSA = "sglang.srt.layers.attention.qsa"
 _KIMI = "sglang.srt.layers.attention.linear.kernels.kda_triton.TritonKDAKernel"
 
 
@@ -29,6 +31,11 @@ def rms_norm_gated(
     gate = g.float().sigmoid() * (1 if activation == "sigmoid" else g.float())
     normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
     return ((normed if bias is None else normed + bias) * gate).to(x.dtype)
+
+
+def _rms_norm_gated(*, x: Tensor, z: Tensor, **options: Any) -> Tensor:
+    """:func:`rms_norm_gated` of SGLang's other name, with a gate of the elements of ``x``."""
+    return rms_norm_gated(x, z.reshape(x.shape), **options)
 
 
 def fused_gate_sigmoid_mul_add(
@@ -148,6 +155,53 @@ def track_mamba_states_all_layers(
         pool[:, target] = pool[:, source]
 
 
+def _gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
+    return (normed * (1 + weight.float())).to(x.dtype)
+
+
+def _fused_sigmoid_mul_cpu(x: Tensor, gate: Tensor) -> None:
+    x.mul_(gate.reshape(x.shape).sigmoid())
+
+
+def _fused_qk_gemma_rmsnorm_cpu(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, head_dim: int
+) -> list[Tensor]:
+    heads = ((q, q_weight), (k, k_weight))
+    return [_gemma_rms_norm(x.reshape(-1, head_dim), weight, eps) for x, weight in heads]
+
+
+def _fused_qk_gemma_rmsnorm_with_gate_cpu(
+    q_gate: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    head_dim: int,
+    num_heads: int,
+) -> list[Tensor]:
+    """``q_gate [T, heads * 2 * D]``: each head's query, then its gate."""
+    q, gate = q_gate.unflatten(-1, (num_heads, 2 * head_dim)).chunk(2, dim=-1)
+    return [*_fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim), gate.flatten(1)]
+
+
+def _fused_qkvzba_split_reshape_cat_contiguous_cpu(
+    qkvz: Tensor, ba: Tensor, k_heads: int, v_heads: int, k_dim: int, v_dim: int
+) -> list[Tensor]:
+    """Queries, keys and values side by side, gates ``[T, heads, Dv]``, and halves of ``ba``."""
+    qkv, z = qkvz.split([2 * k_heads * k_dim + v_heads * v_dim, v_heads * v_dim], dim=-1)
+    b, a = ba.chunk(2, dim=-1)
+    return [qkv.contiguous(), z.unflatten(-1, (v_heads, v_dim)), b.contiguous(), a.contiguous()]
+
+
+def _in_dtype_of_model(original: Any, module: Any, config: Any, *args: Any, **options: Any) -> None:
+    """Make hyper-connections in the dtype of the model, which is bfloat16 on a GPU."""
+    from msgspec.structs import replace
+
+    config = replace(config, params_dtype=torch.get_default_dtype())
+    original(module, config, *args, **options)
+
+
 def register() -> None:
     """Replace SGLang's functions."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -155,8 +209,23 @@ def register() -> None:
     if not torch.cuda.is_available():
         # SGLang pins tensors of the radix cache of hybrids, which needs an accelerator.
         setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)  # noqa: B010
+    for function in (
+        _fused_sigmoid_mul_cpu,
+        _fused_qk_gemma_rmsnorm_cpu,
+        _fused_qk_gemma_rmsnorm_with_gate_cpu,
+        _fused_qkvzba_split_reshape_cat_contiguous_cpu,
+    ):
+        setattr(torch.ops.sgl_kernel, function.__name__[1:], function)
+    HookRegistry.register(
+        "sglang.srt.layers.hyperconnection.GatedResidual.__init__",
+        _in_dtype_of_model,
+        HookType.AROUND,
+    )
+    # QSA's top-k for a GPU takes 512 or 2,048 blocks; PyTorch's takes any number.
+    setattr(import_module(f"{_QSA}.config"), "_COMPRESSED_BLOCK_TOPK", range(1, 2049))  # noqa: B010
     for target, function in (
         ("sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated", rms_norm_gated),
+        ("sglang.kernels.ops.attention.fla.layernorm_gated.rms_norm_gated", _rms_norm_gated),
         (
             "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
             fused_gate_sigmoid_mul_add,
@@ -172,6 +241,7 @@ def register() -> None:
             "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
             lambda: True,
         ),
+        (f"{_QSA}.qsa_indexer.QSAIndexer._validate_config", lambda config: None),
         (f"{_KIMI}.extend", _kimi_extend),
         (f"{_KIMI}.decode", _kimi_decode),
     ):

@@ -18,7 +18,12 @@ from transformers import (
 )
 
 from hisparse.errors import ConfigError
-from hisparse.model_config import check_own_selection, read_model_shape, text_config
+from hisparse.model_config import (
+    LIGHTNING_INDEXER,
+    check_own_selection,
+    read_model_shape,
+    text_config,
+)
 from hisparse.sglang.models import shape_per_rank
 from scripts.model_families import _SHAPE, FAMILIES
 
@@ -58,10 +63,10 @@ def name_of(config: Any) -> str:
     return getattr(config, "model_type", "")
 
 
-def fields_of(*configs: Any, indexer: bool = False) -> str:
+def fields_of(*configs: Any, served: frozenset[str] = frozenset()) -> str:
     """What the line of the refusal names; "": none."""
     try:
-        check_own_selection("it", *configs, indexer=indexer)
+        check_own_selection("it", *configs, served=served)
     except ConfigError as error:
         said = str(error).removeprefix("it was trained to select by itself what it attends (")
         return said.partition("); expected attention over all tokens or a window")[0]
@@ -75,7 +80,7 @@ def test_a_model_that_selects_by_itself(config: Any, fields: str) -> None:
 
 @pytest.mark.parametrize(("config", "fields"), OTHER_INDEXERS, ids=name_of)
 def test_an_indexer_of_another_kind(config: Any, fields: str) -> None:
-    assert fields_of(config, indexer=True) == fields
+    assert fields_of(config, served=LIGHTNING_INDEXER) == fields
     with pytest.raises(ConfigError, match=f"^{config.model_type} was trained to select by itself"):
         shape_per_rank(config, 1, 1)
 
@@ -84,7 +89,8 @@ def test_an_indexer_of_another_kind(config: Any, fields: str) -> None:
 def test_families_do_not(family: Any) -> None:
     config = getattr(transformers, family.config)(**_SHAPE | dict(family.overrides))
     dsa = family.hisparse.get("algorithm") == "dsa"
-    assert fields_of(config, text_config(config), indexer=dsa) == ""
+    served = LIGHTNING_INDEXER if dsa else frozenset[str]()
+    assert fields_of(config, text_config(config), served=served) == ""
     assert bool(fields_of(config)) == dsa
 
 

@@ -252,7 +252,8 @@ class RandomRequests:
                 selected = pages[b, first // group]
                 attended = selected[selected >= 0].tolist()
                 tokens = len(attended) * size
-                if self.policy.tail_below is None or len(attended) < self.policy.tail_below:
+                below = self.policy.tail_below
+                if below is None or len(attended) < below or self.length % size:
                     attended.append(tail)
                     tokens += self.length - tail * size
                 index = self.table[b, attended].long().cpu()

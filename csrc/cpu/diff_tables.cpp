@@ -108,7 +108,8 @@ void diff_tables(Arguments& in) {
       counts[1] += p.num_misses[r];
       counts[2] += !well_formed(entries, width, length, p.num_hits[r] + p.num_misses[r]);
     }
-    const bool has_tail = length < tail_below || (dense != nullptr && dense[r]);
+    const bool has_tail =
+        length < tail_below || tail_tokens[r] < page_size || (dense != nullptr && dense[r]);
     if (!p.waits) length = drop_away(entries, width, length);
     pages.look_up(own, entries, width, entries, "curr_device_slots");
     pages.look_up(own, loads[r], width, loads[r], "load_device_slots");

@@ -14,7 +14,7 @@ from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.config import HiSparseConfig
 from hisparse.options import from_options
 from hisparse.registry import Registry
-from hisparse.types import Selection, SelectionScope
+from hisparse.types import IndexerInputs, Selection, SelectionScope
 
 #: The owner of one entry of a representation.
 RepresentationOwner = Literal["page", "request", "layer"]
@@ -91,10 +91,11 @@ class BaseSparseAlgorithm(ABC):
     #: Whether the number of selected pages varies with the query, up to ``device_buffer_size``;
     #: otherwise it is fixed by ``budget``. Contexts within the budget are attended densely.
     variable_lengths: ClassVar[bool] = False
-    #: Whether the algorithm scores with the model's own indexer: steps then have ``indexer``.
-    indexer: ClassVar[bool] = False
-    #: Whether the tail page is ranked with the other pages. A selection then holds up to
-    #: ``budget / S`` pages, and the tail page is attended only if the selection holds fewer.
+    #: The kind of the model's own indexer that the algorithm scores with, such as "dsa": steps then
+    #: have ``indexer``. "": none.
+    indexer: ClassVar[str] = ""
+    #: Whether a full tail page is ranked with the other pages. A selection then holds up to
+    #: ``budget / S`` pages, and a full tail page is attended only if the selection holds fewer.
     ranks_tail: ClassVar[bool] = False
     #: Version of what the options do not say: formulas and constants of the entries of pages and of
     #: :meth:`select_prefill`. A store keeps what depends on them only with one. Not inherited.
@@ -241,6 +242,21 @@ class BaseSparseAlgorithm(ABC):
             all models.
         """
         return None
+
+    def update_indexer(
+        self, inputs: IndexerInputs, layer_id: int, step: DecodeStep
+    ) -> IndexerInputs:
+        """Decode, in every step: store what the model's own indexer gives for the new tokens.
+
+        Args:
+            inputs: of the B new tokens, in any attention mode.
+            layer_id: layer number.
+            step: the step, without ``indexer``.
+
+        Returns:
+            ``step.indexer`` of :meth:`retrieve_topk`.
+        """
+        return inputs
 
     @abstractmethod
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:

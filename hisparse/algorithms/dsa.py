@@ -40,17 +40,20 @@ class DSA(BaseSparseAlgorithm):
 
     scopes: ClassVar[tuple[SelectionScope, ...]] = ("layer",)
     page_sizes: ClassVar[tuple[int, ...] | None] = (1,)
-    indexer: ClassVar[bool] = True
+    indexer: ClassVar[str] = "dsa"
     ranks_tail: ClassVar[bool] = True
     store_version: ClassVar[int | None] = 1
     captured_launches: ClassVar[int] = 8
+
+    #: A model with such an indexer, for messages.
+    _MODEL: ClassVar[str] = "DeepSeek-V3.2"
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         width = policy.kv.index_head_dim
         if not width:
             raise ConfigError(
-                "algorithm dsa got a model without an indexer, expected one such as DeepSeek-V3.2; "
-                "algorithms for any model: sketch, quest, snapkv"
+                f"algorithm {self.indexer} got a model without an indexer, expected one such as "
+                f"{self._MODEL}; algorithms for any model: sketch, quest, snapkv"
             )
         kinds = {_KEY: Representation((width,), self._dtype, source="model")}
         if self._scaled:
@@ -77,7 +80,7 @@ class DSA(BaseSparseAlgorithm):
         ``keys`` are not read; ``host_pages [T]``, int32 or int64, are the entries to write.
         """
         stored, scales = self._stored(layer_id, step)
-        store_index_keys(_inputs(step).keys, stored, host_pages, scales=scales)
+        store_index_keys(self._inputs(step).keys, stored, host_pages, scales=scales)
 
     def _stored(
         self, layer_id: int, step: PrefillStep | DecodeStep
@@ -86,56 +89,78 @@ class DSA(BaseSparseAlgorithm):
         stored = step.representations
         return stored[_KEY][layer_id], stored[_SCALE][layer_id] if self._scaled else None
 
+    def _inputs(self, step: PrefillStep | DecodeStep) -> IndexerInputs:
+        if step.indexer is None:
+            raise HiSparseError(
+                f"algorithm {self.indexer} got no indexer inputs from the model, expected queries, "
+                "keys and weights of every token"
+            )
+        return step.indexer
+
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        policy, table = step.policy, step.host_page_table[:, : step.max_pages + 1]
-        keys, scales = self._stored(layer_id, step)
-        scores = index_score(_inputs(step), keys, table, step.num_pages, scales=scales)
+        policy, scores = step.policy, self._score(layer_id, step)
         # The tail page is ranked with the others, but never listed: a selection that is shorter
         # means that it is attended.
         rule = policy.select_rule_with(drop_last=True)
         count = step.once("count", lambda: step.num_pages + 1)
-        forced = step.once("forced", lambda: _forced(count, table.shape[1], policy))
+        forced = step.once("forced", lambda: _forced(count, scores.shape[2], policy))
         return select(scores, count, rule, forced=forced)
 
-    def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
-        end = step.start + step.length
-        if end <= step.policy.max_pages:
-            return None
-        new, table = _inputs(step), step.context_pages
+    def _score(self, layer_id: int, step: DecodeStep) -> Tensor:
+        """``[B, 1, P] float32``, the tail page's score at ``num_pages``."""
+        table = step.host_page_table[:, : step.max_pages + 1]
         keys, scales = self._stored(layer_id, step)
-        counts = torch.arange(step.start + 1, end + 1, dtype=torch.int32, device=table.device)
-        parts = []
+        return index_score(self._inputs(step), keys, table, step.num_pages, scales=scales)
+
+    def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
+        size, new, table = step.policy.kv.page_size, self._inputs(step), step.context_pages
+        if step.end // size <= step.policy.max_pages:
+            return None
+        keys, scales = self._stored(layer_id, step)
+        seen = torch.arange(step.start + 1, step.end + 1, dtype=torch.int32, device=table.device)
+        counts, width, parts = seen // size, len(table), []
         # Small blocks stay in a CPU's cache; a GPU takes all queries in a launch where it can.
-        block = _QUERY_BLOCK if table.device.type == "cpu" else _SCORE_BYTES // (4 * end)
+        block = _QUERY_BLOCK if table.device.type == "cpu" else _SCORE_BYTES // (4 * width)
         for part in _blocks(step.length, max(block, _QUERY_BLOCK)):
             given = (new.take(part), keys, table, counts[part])
             scores = chunk_index_score(*given, scales=scales)
-            forced = _forced(counts[part], end, step.policy)
+            forced = _forced(counts[part], width, step.policy)
             chosen = select(scores, counts[part], step.policy.select_rule, forced=forced)
-            parts.append(chosen.pages[:, 0])
+            parts.append(_tokens(chosen.pages[:, 0], seen[part], size))
         return torch.cat(parts)
 
 
 def _forced(count: Tensor, width: int, policy: SelectionPolicy) -> Tensor | None:
-    """``[N, P] bool``, the sinks and recents of the first ``count [N]`` tokens, or None.
+    """``[N, P] bool``, the sinks and recents of the first ``count [N]`` pages, or None.
 
-    The last of these tokens is the new one, the tail page. It is kept if recent pages are.
+    The last of these pages is the tail page. It is kept if recent pages are.
     """
     if not policy.num_sink_pages and not policy.num_recent_pages:
         return None
     forced = policy.forced_pages(count - 1, width)
     if policy.num_recent_pages:
-        forced = forced.scatter(1, count.long()[:, None] - 1, True)
+        last = (count.long()[:, None] - 1).clamp(min=0)
+        forced = forced.scatter(1, last, True)
     return forced
 
 
-def _inputs(step: PrefillStep | DecodeStep) -> IndexerInputs:
-    if step.indexer is None:
-        raise HiSparseError(
-            "algorithm dsa got no indexer inputs from the model, expected queries, keys and "
-            "weights of every token"
-        )
-    return step.indexer
+def _tokens(pages: Tensor, seen: Tensor, size: int) -> Tensor:
+    """The tokens of chosen full pages, and all of the page that is not full.
+
+    Args:
+        pages: ``[T, K] int32``, padded with -1.
+        seen: ``[T] int32``, tokens that each query sees.
+        size: S, tokens of a page.
+
+    Returns:
+        ``[T, K * S + S - 1] int32``, -1 where there is none.
+    """
+    if size == 1:
+        return pages
+    offset = torch.arange(size, dtype=torch.int32, device=pages.device)
+    chosen = torch.where(pages[..., None] < 0, -1, pages[..., None] * size + offset)
+    rest = (seen - seen % size)[:, None] + offset[:-1]
+    return torch.cat([chosen.flatten(1), torch.where(rest < seen[:, None], rest, -1)], 1)
 
 
 def _blocks(total: int, size: int) -> Iterator[slice]:

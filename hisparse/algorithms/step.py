@@ -36,7 +36,7 @@ class SelectionPolicy:
             is attended densely.
         max_pages: K, the most pages of a selection, tail page not counted.
         variable_lengths: whether selections have as many pages as queries need, or ``max_pages``.
-        tail_below: the tail page is attended only beside fewer selected pages than this, because
+        tail_below: a full tail page is attended only beside fewer selected pages than this, because
             the algorithm ranks it with them; None: always.
         num_sink_pages: first pages of the sequence that are always selected.
         num_recent_pages: last full pages that are always selected.

@@ -63,7 +63,7 @@ class SwapIn:
             step: the requests that attend; its dense requests attend every page.
             selection: the selected pages; None: every page of every request.
             width: the most pages of a request; None: those of the selection, or of the contexts.
-            tail_below: the tail page is attended beside fewer pages than this; None: always.
+            tail_below: a full tail page is attended beside fewer pages than this; None: always.
             waits: whether the missing pages are loaded here. If not, they are away, to be attended
                 in host memory, and :meth:`load_aside` has to load them.
 

@@ -200,25 +200,25 @@ def check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:
         )
 
 
-def check_indexer(name: str, config: HiSparseConfig, *, has_indexer: bool) -> None:
-    """Check that the algorithm uses an indexer if, and only if, the model has one.
+def check_indexer(name: str, config: HiSparseConfig, indexer: str) -> None:
+    """Check that the algorithm asks the model's indexer if, and only if, the model has one.
 
     Args:
         name: name of the model, for the message.
         config: names the algorithm.
-        has_indexer: whether the model was trained with an indexer, as DeepSeek-V3.2 was.
+        indexer: the kind of indexer that the model was trained with, such as "dsa"; "": none.
 
     Raises:
         ConfigError: algorithm and model are incompatible; the message names the alternatives.
     """
-    uses_indexer = ALGORITHMS.get(config.algorithm).indexer
-    if uses_indexer and not has_indexer:
+    asked = ALGORITHMS.get(config.algorithm).indexer
+    if asked and not indexer:
         raise ConfigError(
             f"algorithm {config.algorithm!r} asks the model's indexer, which {name} does not "
             "have; expected a model such as DeepSeek-V3.2, or another algorithm"
         )
-    if has_indexer and not uses_indexer:
-        others = ", ".join(n for n in ALGORITHMS if ALGORITHMS.get(n).indexer)
+    if asked != indexer:
+        others = ", ".join(n for n in ALGORITHMS if ALGORITHMS.get(n).indexer == indexer)
         raise ConfigError(
             f"{name} was trained to attend what its indexer selects; expected an algorithm that "
             f"asks it: {others}"

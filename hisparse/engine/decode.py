@@ -66,6 +66,7 @@ class DecodeLayer:
         by_layer = components.representations.by_layer
         self._update = by_layer(self._algorithm.update_representations, ignore)
         self._storing = by_layer(overriding("store_pages", extensions), ())
+        self._update_indexer = by_layer(self._algorithm.update_indexer, None)
         self._serial = serial_operators(self._manager.device.device)
         self._results = ResultMemory()
         self.observer: SelectionObserver | None = None
@@ -84,8 +85,9 @@ class DecodeLayer:
 
         ``sinks [Hq]``, any float dtype: see :meth:`SparseCoordinator.attention`.
         """
-        if indexer is not None:
-            step.use_indexer(indexer)
+        update = self._update_indexer[layer_id]
+        if indexer is not None and update is not None:
+            step.use_indexer(call(update, layer_id, indexer, layer_id, step))
         by_mode = self._modes.of_layer(layer_id, step)
         # A token attends on the device what the one before it loads.
         waits = self._host is None or step.last is not None

@@ -97,7 +97,7 @@ def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
     for config in _configs(asked, model, has_indexer=has_indexer):
         build_algorithm(config)
         _check_served(config, asked)
-        check_indexer(model.model_type, config, has_indexer=has_indexer)
+        check_indexer(model.model_type, config, "dsa" if has_indexer else "")
         spec = shape_per_rank(model, config.page_size, asked.tp)
         capacities += [fit(config, spec, machine, context) for context in contexts]
     return capacities, machine

@@ -11,7 +11,6 @@ from typing import Any
 from hisparse.cache.formats import format_of
 from hisparse.model_config import check_own_selection
 from hisparse.sglang import features, install
-from hisparse.sglang.features.base import WITH_INDEXER
 from hisparse.sglang.install import is_requested
 from hisparse.sglang.models import name_of, stand_in
 from hisparse.sglang.session import current_session, errors_logged, start_session
@@ -38,8 +37,9 @@ def around_model_specific_adjustments(original: Callable[[Any], None], server_ar
 
     model = model_config_of(server_args)
     # Before SGLang chooses a backend of its own for such a model.
-    has_dsa = WITH_INDEXER.found(model)
-    check_own_selection(name_of(model), model.hf_config, model.hf_text_config, indexer=has_dsa)
+    indexer = features.indexer_of(model)
+    served = indexer.fields if indexer else frozenset()
+    check_own_selection(name_of(model), model.hf_config, model.hf_text_config, served=served)
     needed = features.for_model(model, name_of(model))
     features.enable(dict.fromkeys([*features.enabled(), *needed]))
     for feature in needed:

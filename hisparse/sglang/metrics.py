@@ -46,14 +46,15 @@ def gauge_values(
     """
     manager, policy = coordinator.manager, coordinator.policy
     size = manager.host.kv.page_size
-    selected_pages = policy.max_pages + (policy.tail_below is None)
+    # A full tail page may be one of the selected pages.
+    tail_tokens = size - (policy.tail_below is not None)
     return {
         "hit_ratio": stats.hit_ratio,
         "host_tokens_used": allocator.size - allocator.available_size(),
         "host_tokens_total": allocator.size,
         "device_tokens_used": manager.residency.capacities.live_pages * size,
         "device_tokens_total": manager.device.free_pages.shape[1] * size,
-        "max_selected_tokens": selected_pages * size,
+        "max_selected_tokens": policy.max_pages * size + tail_tokens,
         "host_kv_bytes": manager.host.rank_bytes,
         "host_representation_bytes": coordinator.representations.num_bytes("host"),
         "device_kv_bytes": manager.device.num_bytes + manager.staging.num_bytes,

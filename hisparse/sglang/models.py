@@ -11,7 +11,12 @@ from unittest.mock import patch
 import torch
 
 from hisparse.errors import ConfigError
-from hisparse.model_config import check_own_selection, read_dtype, text_config
+from hisparse.model_config import (
+    LIGHTNING_INDEXER,
+    check_own_selection,
+    read_dtype,
+    text_config,
+)
 from hisparse.model_config import read_model_shape as read_configured_shape
 from hisparse.sglang.install import BACKEND, BACKEND_FLAGS
 from hisparse.types import Attention, KVSpec
@@ -89,7 +94,7 @@ def read_model_shape(
         dtype=dtype,
         page_size=page_size,
         attention=attention,
-        index_head_dim=indexers[0].head_dim if indexers else 0,
+        index_head_dim=_index_head_dim(indexers[0]) if indexers else 0,
         logit_cap=logit_cap or 0.0,
         windows=tuple(windows) if any(windows) else (),
     )
@@ -110,7 +115,7 @@ def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
     """
     text = text_config(config)
     if getattr(text, "kv_lora_rank", None):
-        check_own_selection(text.model_type, text, indexer=True)
+        check_own_selection(text.model_type, text, served=LIGHTNING_INDEXER)
         if "linear_attention" in (getattr(text, "layer_types", None) or ()):
             raise ConfigError(
                 f"model: got {text.model_type!r} with layers of linear attention, whose states are "
@@ -219,8 +224,22 @@ def _fallback_layers(model: Any) -> list[Any]:
 
 def find_indexers(model: Any) -> list[Any]:
     """The indexers of SGLang's ``model``, one per layer in order; empty for most models."""
-    layers = [m for m in model.modules() if getattr(m, "use_dsa", False)]
-    return [m.indexer for m in layers if getattr(m, "indexer", None) is not None]
+    return [layer.indexer for layer in indexed_layers(model)]
+
+
+def _index_head_dim(indexer: Any) -> int:
+    width: int = getattr(indexer, "index_head_dim", None) or indexer.head_dim
+    return width
+
+
+def indexed_layers(model: Any) -> list[Any]:
+    """The modules of SGLang's ``model`` that have an indexer, in order."""
+    return [m for m in model.modules() if getattr(m, "indexer", None) is not None]
+
+
+def rows_of_slice(inputs: Any, index: Any) -> Any:
+    """``__getitem__`` of indexer inputs: a field by its number, or the rows of a slice."""
+    return inputs.take(index) if isinstance(index, slice) else tuple.__getitem__(inputs, index)
 
 
 def hybrid_layers(model_config: Any) -> list[int] | None:

@@ -25,7 +25,7 @@ from hisparse.engine.capabilities import (
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.sglang import features
-from hisparse.sglang.features.base import WITH_INDEXER, Flag, Start
+from hisparse.sglang.features.base import Flag, Start
 from hisparse.sglang.install import BACKEND
 from hisparse.sglang.models import name_of
 from hisparse.units import resolve_memory
@@ -257,7 +257,8 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
         )
     formats = FORMATS["MLA" if model.attention_arch == AttentionArch.MLA else "GQA"]
     choose_scope(config, formats.get(config.kv_cache_dtype))
-    check_indexer(name, config, has_indexer=WITH_INDEXER.found(model))
+    indexer = features.indexer_of(model)
+    check_indexer(name, config, indexer.feature if indexer else "")
     if model.is_hybrid_swa:
         raise ConfigError(
             f"{name} keeps the K and V of its windows in a pool of their own; expected one pool: "

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hisparse.engine.batches import StaticBatch
 from hisparse.kernels.build import cpu as _build
 from hisparse.testing.operations import Violation, no_sync, tensors_in
-from hisparse.testing.simulator import Request, Simulator
-from hisparse.types import IndexerInputs
+from hisparse.testing.simulator import Request, Simulator, simulated_inputs
 
 _Operation = Callable[[], None]
 
@@ -235,6 +234,6 @@ class ReplayingSimulator(Simulator):
         outs = []
         for layer in range(self.layers):
             q, k, v, *indexer = (x[layer] for x in self.streams)
-            outs.append(self.coordinator.attention(layer, q, k, v, IndexerInputs(*indexer)))
+            outs.append(self.coordinator.attention(layer, q, k, v, simulated_inputs(*indexer)))
         self.coordinator.forward_end()
         return torch.stack(outs)

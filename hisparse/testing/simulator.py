@@ -22,7 +22,7 @@ from hisparse.engine.batches import DecodeBatch, MixedBatch, PrefillBatch
 from hisparse.engine.build import build, kept_tensors, make_policy
 from hisparse.engine.capabilities import resolve_settings
 from hisparse.engine.prefill import PrefillChunk
-from hisparse.types import HostLayout, IndexerInputs, KVSpec, SelectionScope
+from hisparse.types import BlockIndexerInputs, HostLayout, IndexerInputs, KVSpec, SelectionScope
 
 #: Di of a simulated model's indexer: DeepSeek-V3.2's. Hi is another number.
 INDEXER_DIM = 128
@@ -335,9 +335,22 @@ class Simulator:
             streams = zip(*([x[layer, a:b] for x in r.streams] for r, a, b in parts), strict=True)
             q, k, v, *indexer = (torch.cat(tokens) for tokens in streams)
             sinks = None if self.sinks is None else self.sinks[layer]
-            outs.append(self.coordinator.attention(layer, q, k, v, IndexerInputs(*indexer), sinks))
+            inputs = self.indexer_inputs(layer, parts, *indexer)
+            outs.append(self.coordinator.attention(layer, q, k, v, inputs, sinks))
         self.coordinator.forward_end()
         return torch.stack(outs)
+
+    def indexer_inputs(
+        self, layer: int, parts: Sequence[tuple[Request, int, int]], *tensors: Tensor
+    ) -> IndexerInputs:
+        """What the model's own indexer gives for positions ``start`` to ``stop - 1`` of requests.
+
+        Args:
+            layer: layer number.
+            parts: requests, start and stop.
+            tensors: ``[T, ...]`` each, of the fields of ``Request.indexer``.
+        """
+        return simulated_inputs(*tensors)
 
     def dense(self, request: Request, start: int, stop: int) -> Tensor:
         """Float64 attention of positions ``start`` to ``stop - 1``: ``[L, n, Hq, D]``.
@@ -360,6 +373,14 @@ class Simulator:
             logits = torch.cat([logits, sinks], -1)
         weights = logits.softmax(-1)[..., :stop]
         return torch.einsum("lhqk,lkhd->lqhd", weights, v)
+
+
+def simulated_inputs(*tensors: Tensor) -> BlockIndexerInputs:
+    """Inputs of an indexer, ``[T, ...]`` each; a block's key is the mean of its tokens' keys."""
+    positions = tensors[1].new_zeros(len(tensors[1]), 3, dtype=torch.int64)
+    return BlockIndexerInputs.of(
+        IndexerInputs(*tensors), positions, lambda keys, first: keys.float().mean(1)
+    )
 
 
 def _spans(

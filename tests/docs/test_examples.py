@@ -49,7 +49,7 @@ def test_every_capability_has_a_row() -> None:
     declared = [n for n, hint in BaseSparseAlgorithm.__annotations__.items() if "ClassVar" in hint]
     assert list(written) == [*declared, "reads_host_keys", "query_window"]
     for name in declared:
-        assert str(getattr(BaseSparseAlgorithm, name)).replace("'", '"') == written[name], name
+        assert repr(getattr(BaseSparseAlgorithm, name)).replace("'", '"') == written[name], name
 
 
 def test_every_method_has_a_row() -> None:

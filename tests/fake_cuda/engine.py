@@ -20,7 +20,8 @@ from hisparse.engine.build import build, make_policy
 from hisparse.engine.capabilities import resolve_settings
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.engine.verify import VerifyBatch
-from hisparse.types import AttentionRule, IndexerInputs, KVSpec, SelectionScope
+from hisparse.testing.simulator import simulated_inputs
+from hisparse.types import AttentionRule, KVSpec, SelectionScope
 from tests import shapes
 from tests.fake_cuda.device import CUDA
 from tests.fake_cuda.launches import Launches
@@ -40,9 +41,16 @@ MLA = KVSpec(
 )
 #: Gemma-2-9B's heads.
 GEMMA = replace(LLAMA, num_q_heads=16, num_kv_heads=8, head_dim=256, v_head_dim=256)
+#: Qwen4-Exp's heads, and its indexer's blocks and keys.
+QWEN4 = replace(
+    LLAMA, num_q_heads=24, num_kv_heads=2, head_dim=256, v_head_dim=256, page_size=4,
+    index_head_dim=128,
+)  # fmt: skip
 MODELS = {"GQA": LLAMA, "MLA": MLA}
+#: By the indexer that an algorithm asks; "": none.
+KINDS = {"": tuple(MODELS), "dsa": ("MLA",), "qsa": ("Qwen4-Exp",)}
 #: Compiled for, besides.
-MORE_MODELS = {"Gemma 2": GEMMA}
+MORE_MODELS = {"Gemma 2": GEMMA, "Qwen4-Exp": QWEN4}
 CONTEXT = 131072
 #: Hi of DeepSeek-V3.2.
 INDEXER_HEADS = 64
@@ -197,7 +205,7 @@ class FakeEngine:
             k = torch.empty(tokens, spec.num_kv_heads, spec.head_dim, **kind)
             v = format_of(spec).values_of(k, torch.empty_like(k))
             width = spec.index_head_dim
-            indexer = IndexerInputs(
+            indexer = simulated_inputs(
                 torch.empty(tokens, INDEXER_HEADS, width, **kind),
                 torch.empty(tokens, width, **kind),
                 torch.empty(tokens, INDEXER_HEADS, **kind),

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, PageScoreAlgorithm
 from hisparse.types import KVSpec, Selection
 from tests.fake_cuda.device import fake_cuda
-from tests.fake_cuda.engine import LAYER, MODELS, FakeEngine, model
+from tests.fake_cuda.engine import KINDS, LAYER, FakeEngine, model
 from tests.fake_cuda.test_launches import NAMES, algorithm_of, context_of
 
 
@@ -97,7 +97,8 @@ def taken_and_charged(
 def cases() -> Iterator[tuple[str, str]]:
     # The blocks in which topp decodes keys are of one size, whatever the requests.
     for name in [*(name for name in NAMES if name != "topp"), "mean_key"]:
-        yield from ((name, kind) for kind in MODELS if (name, kind) != ("dsa", "GQA"))
+        indexer = "" if name == "mean_key" else algorithm_of(name).indexer
+        yield from ((name, kind) for kind in KINDS[indexer])
 
 
 @pytest.mark.parametrize(("name", "kind"), list(cases()))

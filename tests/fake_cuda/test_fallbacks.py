@@ -16,7 +16,7 @@ from hisparse.engine.capabilities import not_captured
 from hisparse.kernels import operation
 from hisparse.kernels.build import cuda as build_cuda
 from tests.fake_cuda.device import fake_cuda
-from tests.fake_cuda.engine import MODELS, FakeEngine, model
+from tests.fake_cuda.engine import KINDS, MODELS, FakeEngine, model
 from tests.fake_cuda.launches import WrongDevice
 from tests.fake_cuda.test_launches import NAMES, algorithm_of
 
@@ -103,8 +103,7 @@ def test_a_graph_cannot_hold_flashinfer_s_plan() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_without_triton_are_captured(name: str) -> None:
-    kind = "MLA" if algorithm_of(name).indexer else "GQA"
-    capture(name, kind, "torch", why_no_triton="no Triton")
+    capture(name, KINDS[algorithm_of(name).indexer][0], "torch", why_no_triton="no Triton")
 
 
 def test_steps_without_cuda_kernels_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

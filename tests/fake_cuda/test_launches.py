@@ -17,7 +17,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.types import SelectionScope
 from tests.fake_cuda.custom import Custom
 from tests.fake_cuda.device import fake_cuda
-from tests.fake_cuda.engine import CONTEXT, LAYER, MODELS, FakeEngine, model
+from tests.fake_cuda.engine import CONTEXT, KINDS, LAYER, MODELS, FakeEngine, model
 
 NAMES = [*ALGORITHMS, "custom"]
 #: Tokens, where an algorithm launches more in longer contexts.
@@ -27,7 +27,7 @@ _SHORT = {"oracle": 4096, "snapkv": 4096, "topp": 4096}
 #: The most kernels that a selecting layer launches in an eager step that fills no tail page.
 EAGER_LAUNCHES = {
     "streaming": 5, "quest": 6, "sketch": 6, "dsa": 8, "dipr": 9, "oracle": 10, "snapkv": 11,
-    "topp": 206,
+    "qsa": 9, "topp": 206,
 }  # fmt: skip
 
 
@@ -46,9 +46,7 @@ def algorithm_of(name: str) -> BaseSparseAlgorithm:
 
 def cases() -> Iterator[tuple[str, str, SelectionScope]]:
     for name in NAMES:
-        for kind in MODELS:
-            if kind == "GQA" and algorithm_of(name).indexer:
-                continue
+        for kind in KINDS[algorithm_of(name).indexer]:
             # MLA has one KV head: both scopes are the same.
             scopes = ("layer",) if kind == "MLA" else ("layer", "kv_head")
             for scope in scopes:

@@ -10,23 +10,23 @@ import pytest
 
 from hisparse.memory.costs import prefill_bytes
 from tests.fake_cuda.device import fake_cuda
-from tests.fake_cuda.engine import LAYER, FakeEngine, model
+from tests.fake_cuda.engine import KINDS, LAYER, FakeEngine, model
 from tests.fake_cuda.test_captured_memory import Peak
 from tests.fake_cuda.test_launches import NAMES, algorithm_of
 
 #: Tokens of the chunk and of the prefix, which is read in eight tiles.
 CHUNK, PREFIX = 2048, 8192
 #: The most kernels that a layer launches for the chunk; those of a tile are about 11.
-LAUNCHES = {"dsa": 240, "snapkv": 230, "topp": 130}
+LAUNCHES = {"dsa": 240, "qsa": 300, "snapkv": 230, "topp": 130}
 USUAL_LAUNCHES = 115
 #: Query heads: those of the model, and fewer, where outputs do not hide what else is allocated.
-HEADS = {"GQA": 32, "MLA": 128}
+HEADS = {"GQA": 32, "MLA": 128, "Qwen4-Exp": 24}
 FEW_HEADS = {"GQA": 8, "MLA": 16}
 
 
 def cases() -> Iterator[tuple[str, str, str, int]]:
     for name in NAMES:
-        for kind in ("MLA",) if algorithm_of(name).indexer else ("GQA", "MLA"):
+        for kind in KINDS[algorithm_of(name).indexer]:
             yield name, kind, "triton", HEADS[kind]
     yield from (("sketch", kind, "triton", heads) for kind, heads in FEW_HEADS.items())
     yield from (("quest", kind, "torch", heads) for kind, heads in HEADS.items())
@@ -57,7 +57,7 @@ def launches_and_peak(name: str, kind: str, adapter: str, heads: int) -> tuple[i
         # Launches would hold their tensors.
         launches.add = lambda x: launches.all.append(replace(x, arguments={}))  # type: ignore[method-assign]
         engine.prefill(CHUNK, PREFIX)
-        chosen = engine.policy.max_pages * spec.page_size if algorithm.indexer else 0
+        chosen = algorithm.prefill_choices(engine.policy)
         launched = launches.of_layer(LAYER).total()
     return launched, peak.most, prefill_bytes(spec, CHUNK, chosen)
 

@@ -83,7 +83,8 @@ def test_all_pages_are_attended_without_a_selection(impl: str) -> None:
 
 def test_dense_requests_attend_every_page_whatever_is_selected(impl: str) -> None:
     """The second request is dense; its tail page is attended beside any number of pages."""
-    rows = rows_of(2, num_pages=i32([10, 4]), dense=torch.tensor([False, True]))
+    dense = torch.tensor([False, True])
+    rows = rows_of(2, num_pages=i32([10, 4]), tail_lens=i32([SIZE, 5]), dense=dense)
     selection, lengths = i32([[1, 4], [2, -1]]), i32([2, 1])
     found, _ = run(selection, lengths, rows, impl, width=4, tail_below=2)
     assert found.attended[0].tolist() == [10, 13, 77, -1, -1]
@@ -92,15 +93,18 @@ def test_dense_requests_attend_every_page_whatever_is_selected(impl: str) -> Non
     assert found.attended[1, 4] == 77
 
 
-def test_the_tail_page_is_left_out_where_a_selection_fills_the_budget(impl: str) -> None:
-    selection = i32([[1, 4, 9], [1, 4, -1]])
-    found, _ = run(selection, i32([3, 2]), rows_of(2), impl, tail_below=3)
-    assert found.seq_lens.tolist() == [3 * SIZE, 2 * SIZE + 5]
+def test_a_full_tail_page_is_left_out_where_a_selection_fills_the_budget(impl: str) -> None:
+    """The tail page of the last request is not full."""
+    selection, rows = i32([[1, 4, 9], [1, 4, -1], [1, 4, 9]]), rows_of(3)
+    rows = rows._replace(tail_lens=i32([SIZE, SIZE, SIZE - 1]))
+    found, _ = run(selection, i32([3, 2, 3]), rows, impl, tail_below=3)
+    assert found.seq_lens.tolist() == [3 * SIZE, 3 * SIZE, 4 * SIZE - 1]
 
 
 def test_misses_of_a_row_that_does_not_wait_are_away(impl: str) -> None:
     """They are loaded. Both requests have two misses; the second is dense."""
-    rows = rows_of(2, num_pages=i32([10, 3]), dense=torch.tensor([False, True]))
+    dense = torch.tensor([False, True])
+    rows = rows_of(2, num_pages=i32([10, 3]), tail_lens=i32([SIZE, 5]), dense=dense)
     selection, lengths = i32([[4, 5, 6, 9]] * 2), i32([4, 4])
     found, state = run(selection, lengths, rows, impl, tail_below=4, waits=False)
     assert found.away is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_models import INDEX_TOP_K
+from tiny_models import INDEX_TOP_K, QSA_BUDGET
 
 #: SGLang wants a CPU for each of two ranks, or to be told.
 TWO_RANKS = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
@@ -54,6 +54,14 @@ DSA: dict[str, Any] = {
     "num_recent_pages": 0,
     "budget": INDEX_TOP_K,
     "device_buffer_size": 2 * INDEX_TOP_K,
+}
+
+#: Qwen4-Exp with the blocks of its own indexer.
+QSA: dict[str, Any] = DSA | {
+    "algorithm": "qsa",
+    "page_size": 4,
+    "budget": QSA_BUDGET,
+    "device_buffer_size": 2 * QSA_BUDGET,
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from harness import Server
 from refusing import refusal, resolve, server_args
+from settings import QSA
 from tiny_models import INDEX_TOP_K, tiny_model
 
 from hisparse.errors import ConfigError
@@ -196,18 +197,6 @@ def test_heads_that_differ_between_layers(
 SELECTING: list[tuple[dict[str, Any], str]] = [
     (
         {
-            "architectures": ["Qwen4ExpForConditionalGeneration"],
-            "model_type": "qwen4_exp",
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 128,
-            "indexer_budget": 2048,
-            "indexer_compress_ratio": 4,
-        },
-        "indexer_budget, indexer_compress_ratio, indexer_head_dim, indexer_n_heads",
-    ),
-    (
-        {
             "architectures": ["MiniMaxM3SparseForCausalLM"],
             "sparse_attention_config": {"sparse_attention_freq": [0, 1, 1]},
         },
@@ -249,7 +238,7 @@ def test_an_indexer_that_is_not_that_of_deepseek(
     (tmp_path / "config.json").write_text(json.dumps(config))
     message = refusal(model=tmp_path, config={"algorithm": "dsa", "page_size": 1})
     assert f"ForCausalLM was trained to select by itself what it attends ({field}); ex" in message
-    assert message.endswith("that of DeepSeek-V3.2: one key per token, in every layer")
+    assert message.endswith("(one key per token, in every layer) or Qwen4-Exp")
 
 
 LONGROPE = {
@@ -292,6 +281,40 @@ def test_a_model_with_an_indexer_is_served_by_what_asks_it(
     assert warned in capfd.readouterr().err
     message = refusal(config=config)
     assert "asks the model's indexer, which LlamaForCausalLM does not have" in message
+
+
+def qwen4(folder: Path) -> Path:
+    """Qwen4-Exp with a budget that SGLang's own kernels take."""
+    config = json.loads((tiny_model("qwen4_exp") / "config.json").read_text())
+    config["text_config"]["indexer_budget"] = 2048
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_model_whose_indexer_scores_blocks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name = "Qwen4ExpForConditionalGeneration"
+    model = qwen4(tmp_path)
+
+    def refused(config: dict[str, Any], *flags: str) -> str:
+        # On a CPU SGLang's radix cache keeps no states of the other layers.
+        return refusal("--disable-radix-cache", *flags, model=model, config=config)
+
+    for config in ({}, {"algorithm": "dsa", "page_size": 1}):
+        message = refused(config)
+        assert f"{name} was trained to attend what its indexer selects" in message
+        assert message.endswith("expected an algorithm that asks it: qsa")
+    message = refused({"algorithm": "qsa"})
+    assert "page_size: got 16, expected 4, the tokens of a key of" in message
+    served = QSA | {"budget": 1024, "device_buffer_size": 2048}
+    message = refused(served, "--qsa-indexer-dtype", "fp8_e4m3")
+    assert "--qsa-indexer-dtype is fp8_e4m3, which hisparse does not support yet" in message
+    message = refused(served, "--speculative-algorithm", "NGRAM")
+    assert f"--speculative-algorithm NGRAM is given, and {name} has layers of linear" in message
+    resolve("--disable-radix-cache", model=model, config=served)
+    warned = f"are (1024, 0, 0); {name} was trained with (2048, 0, 0)"
+    assert warned in capfd.readouterr().err
 
 
 def family(name: str, folder: Path) -> Path:

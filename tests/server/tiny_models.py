@@ -6,6 +6,7 @@ instead of repeating one token, and the best token leads by much more than float
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -76,8 +77,8 @@ _WINDOWS = {
 }
 _GEMMA = _SHAPE | _WINDOWS | {"tie_word_embeddings": True}
 
-#: Tokens that DeepSeek-V3.2's indexer keeps: far less than most prompts.
-INDEX_TOP_K = 64
+#: Tokens that DeepSeek-V3.2's indexer keeps, and Qwen4-Exp's: far less than most prompts.
+INDEX_TOP_K = QSA_BUDGET = 64
 
 #: What differs from ``_SHAPE``; DeepSeek's models have a dense layer and layers of experts.
 _SHAPES = {
@@ -166,6 +167,28 @@ _SHAPES |= {
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "lfm2": _SHAPE | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "qwen4_exp": _SHAPE
+    | _EXPERTS
+    | _LINEAR
+    | {
+        "num_hidden_layers": 4,
+        "shared_expert_intermediate_size": 64,
+        "full_attention_interval": 2,
+        "hc_count": 2,
+        "hc_lowrank": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": QSA_BUDGET,
+        "indexer_compress_ratio": 4,
+    },
 }
 
 #: Kind to its name in transformers.
@@ -187,9 +210,10 @@ KINDS = {
     "qwen3_next": "Qwen3Next",
     "kimi_linear": "KimiLinear",
     "lfm2": "Lfm2",
+    "qwen4_exp": "Qwen4ExpText",
 }
 #: The same of the class with a head, where it has another name than the configuration.
-_HEADS = {"gemma3": "Gemma3"}
+_HEADS = {"gemma3": "Gemma3", "qwen4_exp": "Qwen4Exp"}
 
 #: Counted up when the weights change, so that no old folder is taken.
 _VERSION = 4
@@ -221,7 +245,18 @@ def tiny_model(kind: str) -> Path:
         model.save_pretrained(folder)
         if "layer_types" not in _SHAPES.get(kind, {}):
             drop_layer_types(folder / "config.json")
+        if kind == "qwen4_exp":
+            _wrap_text_config(folder / "config.json")
     return folder
+
+
+def _wrap_text_config(path: Path) -> None:
+    """Make of a decoder's configuration that of a model for text and images, as published."""
+    text = json.loads(path.read_text())
+    names = {"architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp"}
+    # SGLang then builds nothing for images.
+    made = names | {"language_model_only": True, "text_config": text}
+    path.write_text(json.dumps(made))
 
 
 def with_tokenizer(folder: Path) -> Path:

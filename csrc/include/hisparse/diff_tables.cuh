@@ -44,7 +44,7 @@ struct TableOutputs {
   int32_t* seq_lens;            // [R], tokens to attend
   unsigned long long* counts;   // [3], sums of hits, misses and malformed rows; or null
   int64_t device_pages_stride, attended_stride, loads_stride;  // elements
-  int32_t page_size, tail_below;  // the tail page is attended beside fewer pages than tail_below
+  int32_t page_size, tail_below;  // a full tail page is attended beside fewer pages than tail_below
   bool waits;                     // or pages that are missing are left out of `attended`
 };
 
@@ -341,7 +341,8 @@ __device__ void write_row(const TableOutputs& out, LruRow<kInShared>& row, int32
   }
   if (threadIdx.x != 0) return;
   const int32_t full = tail_alone ? 0 : resident;
-  const bool with_tail = row.every_page || (tail_alone ? 0 : length) < out.tail_below;
+  const bool with_tail = row.every_page || tail_len < out.page_size ||
+                         (tail_alone ? 0 : length) < out.tail_below;
   if (out.waits && length != width) attended[width] = -1;
   attended[full] = tail_page;
   out.seq_lens[r] = full * out.page_size + (with_tail ? tail_len : 0);

@@ -258,7 +258,7 @@ def diff_tables(
         state: tables of the layer.
         page_size: S, tokens.
         width: K, entries of the results, at least n; None: n. Dense requests have at most K pages.
-        tail_below: the tail page is attended only beside fewer pages than this, and in dense
+        tail_below: a full tail page is attended only beside fewer pages than this, and in dense
             requests; None: always.
         waits: whether rows wait for their misses; rows that stand here more than once have to.
     """

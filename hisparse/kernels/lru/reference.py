@@ -216,7 +216,7 @@ def diff_tables(
     attended = _pages_of(state.device_pages, rows.rows, diff.current)
     absent = _lacks_page(attended, lengths)
     lengths = lengths.masked_fill(absent, 0)
-    has_tail = lengths < tail_below
+    has_tail = (lengths < tail_below) | (rows.tail_lens < page_size)
     if dense is not None:
         has_tail |= dense
     if not waits:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hisparse.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hisparse.sglang.features.base import Feature, ModelKind, Option, Start
+    from hisparse.sglang.features.base import Feature, IndexerKind, ModelKind, Option, Start
 
 #: Set in the environment by a server that uses hisparse: "server", then names of features.
 IN_USE = "HISPARSE_IN_USE"
@@ -78,6 +78,16 @@ def for_model(model_config: Any, name: str) -> tuple[Feature, ...]:
     for kind in MODEL_KINDS:
         _check_installed(kind, name if kind.found(model_config) else "")
     return tuple(feature for feature in all_features() if feature.is_for(model_config))
+
+
+def indexer_of(model_config: Any) -> IndexerKind | None:
+    """The kind of a model's own indexer, if a feature asks such indexers.
+
+    Args:
+        model_config: SGLang's ``ModelConfig``.
+    """
+    kinds = (feature.indexer for feature in all_features())
+    return next((x for x in kinds if x is not None and x.found(model_config)), None)
 
 
 def _check_installed(served: Option | ModelKind, got: str) -> None:

@@ -5,6 +5,7 @@ At the end stand the flags, keys and kinds of models that a feature serves or is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from typing import Any, ClassVar, Final
 
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
+from hisparse.model_config import LIGHTNING_INDEXER
 from hisparse.sglang.models import ModelShape, hybrid_layers
 from hisparse.sglang.session import ServerSession
+
+logger = logging.getLogger("hisparse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,18 @@ class ModelKind:
     found: Callable[[Any], bool]
     expected: str
     feature: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerKind(ModelKind):
+    """Models that were trained to attend what an indexer of their own selects.
+
+    Attributes:
+        feature: also what an algorithm for these models names in ``indexer``.
+        fields: those with which the model's configuration says how it selects.
+    """
+
+    fields: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,8 @@ class Feature:
     serves: ClassVar[Sequence[Option]] = ()
     #: The kinds of models that it serves.
     kinds: ClassVar[Sequence[ModelKind]] = ()
+    #: The one of them whose indexer it asks.
+    indexer: ClassVar[IndexerKind | None] = None
     #: Options that each of its options excludes. A pair of features is listed with one of them.
     excludes: ClassVar[Mapping[Option, Sequence[Option]]] = {}
     #: Flags that it reads or that would change what it reads, with the values that it supports.
@@ -260,9 +278,28 @@ def _prompt_queries(start: Start) -> str:
     return f"{algorithm}, which needs queries of a prompt's last {window} tokens" if window else ""
 
 
-def _indexer(start: Start) -> str:
-    name = start.config.algorithm
-    return f"algorithm {name}" if ALGORITHMS.get(name).indexer else ""
+def asks_indexer(feature: str) -> Option:
+    """An algorithm that asks the models' indexers which a feature serves."""
+
+    def given(start: Start) -> str:
+        name = start.config.algorithm
+        return f"algorithm {name}" if ALGORITHMS.get(name).indexer == feature else ""
+
+    expected = "an algorithm without an indexer, such as sketch"
+    return Option(given=given, expected=expected, feature=feature)
+
+
+def warn_untrained(model: str, config: HiSparseConfig, budget: int) -> None:
+    """Warn of sizes that a model with an indexer was not trained with."""
+    trained = (budget, 0, 0)
+    got = (config.budget, config.num_sink_pages, config.num_recent_pages)
+    if got != trained:
+        logger.warning(
+            "hisparse: budget, num_sink_pages and num_recent_pages are %s; %s was trained with %s",
+            got,
+            model,
+            trained,
+        )
 
 
 def _has_indexer(model_config: Any) -> bool:
@@ -277,8 +314,11 @@ HYBRID: Final = ModelKind(
     expected="a model with attention in every layer",
     feature="hybrids",
 )
-WITH_INDEXER: Final = ModelKind(
-    found=_has_indexer, expected="a model without an indexer", feature="dsa"
+WITH_INDEXER: Final = IndexerKind(
+    found=_has_indexer,
+    expected="a model without an indexer",
+    feature="dsa",
+    fields=LIGHTNING_INDEXER,
 )
 MODEL_KINDS: Final = (HYBRID, WITH_INDEXER)
 
@@ -298,9 +338,7 @@ PREFILL_OR_DECODE: Final = Option(
 )
 DECODE: Final = Option(given=_disaggregation("decode"), expected="no --disaggregation-mode")
 STORAGE: Final = Option(given=_storage, expected="no storage", feature="storage")
-INDEXER: Final = Option(
-    given=_indexer, expected="an algorithm without an indexer, such as sketch", feature="dsa"
-)
+INDEXER: Final = asks_indexer("dsa")
 GPU: Final = Option(
     given=lambda start: "" if start.device == "cpu" else f"device {start.device}", expected="cpu"
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig
-from hisparse.sglang.features.base import INDEXER, WITH_INDEXER, Feature
+from hisparse.sglang.features.base import INDEXER, WITH_INDEXER, Feature, warn_untrained
 from hisparse.sglang.install import is_requested
-from hisparse.sglang.models import find_indexers, name_of
+from hisparse.sglang.models import find_indexers, name_of, rows_of_slice
 from hisparse.sglang.session import ServerSession
 from hisparse.types import IndexerInputs
-
-logger = logging.getLogger("hisparse")
 
 
 @contextmanager
@@ -54,12 +51,10 @@ class RowwiseInputs(IndexerInputs):
     """Indexer inputs of which SGLang can take the rows that are not padding, as of a tensor."""
 
     __slots__ = ()
+    __getitem__ = rows_of_slice
 
-    def __getitem__(self, index: Any) -> Any:
-        """A field by its number, or the rows of a slice."""
-        if isinstance(index, slice):
-            return RowwiseInputs(*self.take(index))
-        return super().__getitem__(index)
+    def take(self, tokens: slice | Tensor) -> RowwiseInputs:
+        return RowwiseInputs(*super().take(tokens))
 
 
 def _indexer_inputs(
@@ -102,6 +97,7 @@ class DeepSeekIndexer(Feature):
     name = "dsa"
     serves = (INDEXER,)
     kinds = (WITH_INDEXER,)
+    indexer = WITH_INDEXER
     hooks = {
         "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default": (
             _around_kv_cache_dtype_default
@@ -122,16 +118,7 @@ class DeepSeekIndexer(Feature):
         from sglang.srt.configs.model_config import get_dsa_index_topk
 
         model = model_config_of(server_args)
-        trained = (get_dsa_index_topk(model.hf_config), 0, 0)
-        got = (config.budget, config.num_sink_pages, config.num_recent_pages)
-        if got != trained:
-            logger.warning(
-                "hisparse: budget, num_sink_pages and num_recent_pages are %s; %s was trained with "
-                "%s",
-                got,
-                name_of(model),
-                trained,
-            )
+        warn_untrained(name_of(model), config, get_dsa_index_topk(model.hf_config))
 
     def pool_class(self, kind: str, *, is_draft: bool) -> type | None:
         """Pools of latents without index keys."""

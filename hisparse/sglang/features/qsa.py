@@ -1,0 +1,117 @@
+"""Qwen4-Exp: passes what the indexers give for tokens to the algorithm ``qsa``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
+from hisparse.sglang.features.base import Feature, Flag, IndexerKind, asks_indexer, warn_untrained
+from hisparse.sglang.models import indexed_layers, name_of, rows_of_slice
+from hisparse.sglang.session import ServerSession, current_session
+from hisparse.types import BlockIndexerInputs, IndexerInputs
+
+
+def _has_indexer(model_config: Any) -> bool:
+    from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
+
+    try:
+        return bool(is_qwen_qsa(model_config.hf_config))
+    except ValueError:
+        return False  # Fields of another indexer, or some are missing.
+
+
+def around_parse_qsa_profile(original: Callable[..., Any], config: Any) -> Any:
+    """Once the engine is sized, let SGLang see no indexer.
+
+    It would else take a pool with index keys of its own, and a backend of its own.
+    """
+    return original(config) if current_session() is None else None
+
+
+class _Inputs(BlockIndexerInputs):
+    """Inputs that SGLang can take for a tensor."""
+
+    __getitem__ = rows_of_slice
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory until ``stream`` has read it."""
+        for tensor in (*self, self.positions):
+            tensor.record_stream(stream)
+
+
+def _indexer_inputs(
+    indexer: Any, hidden_states: Tensor, positions: Tensor, forward_batch: Any
+) -> _Inputs:
+    """Queries, keys of tokens and weights of an indexer.
+
+    Args:
+        indexer: SGLang's ``QSAIndexer``.
+        hidden_states: ``[T, hidden size]``, input of the attention layer.
+        positions: ``[T]`` or ``[3, T] int64``, rotary positions.
+        forward_batch: SGLang's, not read.
+    """
+    queries, keys, _ = indexer.project_qk(hidden_states, positions, ensure_cos_sin_cache=False)
+    weights = queries.new_full(queries.shape[:2], indexer.index_head_dim**-0.5)
+    rotary = positions.T if positions.ndim == 2 else positions[:, None].expand(-1, 3)
+    return _Inputs.of(
+        IndexerInputs(queries, keys[:, 0], weights), rotary, partial(_compress, indexer)
+    )
+
+
+def _compress(indexer: Any, keys: Tensor, first: Tensor) -> Tensor:
+    """Keys ``[N, Di]`` of blocks of the tokens' keys ``[N, S, Di]``, ``first [N, 3]`` positions."""
+    normed = indexer.k_layernorm(keys.float().mean(1).to(keys.dtype))[:, None]
+    positions = indexer._rope_from_matrix(first)
+    rotated: Tensor = indexer.apply_rope(positions, normed, ensure_cos_sin_cache=False)
+    return rotated[:, 0]
+
+
+class QwenIndexer(Feature):
+    """Every layer with an indexer passes what that gives in place of token indices."""
+
+    name = "qsa"
+    serves = (asks_indexer("qsa"),)
+    indexer = IndexerKind(
+        found=_has_indexer,
+        expected="a model without an indexer",
+        feature="qsa",
+        fields=frozenset(
+            {
+                *("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim"),
+                *("indexer_budget", "indexer_compress_ratio"),
+            }
+        ),
+    )
+    kinds = (indexer,)
+    flags = (Flag("qsa_indexer_dtype", ("auto", "bfloat16"), "--qsa-indexer-dtype"),)
+    hooks = {"sglang.srt.layers.attention.qsa.config.parse_qsa_profile": around_parse_qsa_profile}
+
+    def check(self, server_args: Any, config: HiSparseConfig) -> None:
+        """Require pages of the indexer's blocks; warn of sizes that the model was not trained with.
+
+        Raises:
+            ConfigError: ``page_size`` is another one.
+        """
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        model = model_config_of(server_args)
+        text, name = model.hf_text_config, name_of(model)
+        if config.page_size != text.indexer_compress_ratio:
+            raise ConfigError(
+                f"page_size: got {config.page_size}, expected {text.indexer_compress_ratio}, the "
+                f"tokens of a key of {name}'s indexer"
+            )
+        warn_untrained(name, config, text.indexer_budget)
+
+    def built(self, session: ServerSession, model_runner: Any) -> None:
+        """Make every layer pass the inputs of its indexer instead of token indices."""
+        for layer in indexed_layers(model_runner.model):
+            layer._compute_qsa_topk_indices = partial(_indexer_inputs, layer.indexer)
+
+
+FEATURE = QwenIndexer()
