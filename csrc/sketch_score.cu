@@ -56,7 +56,7 @@ TailParams tail_of(Arguments& in, int64_t requests) {
 // For a device that runs `slots` blocks at once, each of which scores `batch` pages in a turn.
 dim3 grid_of(const SketchScoreParams& p, int64_t requests, int64_t slots, int64_t batch) {
   // Each block loads its queries: it pays to take some turns, unless the device is left idle.
-  constexpr int64_t kMostTurns = 4;
+  constexpr int64_t kMostTurns = 8;
   const auto quotient = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t rows = requests * p.request_blocks, tails = p.tail.keys.data != nullptr;
   const int64_t turns = quotient(p.width, batch);
@@ -67,9 +67,9 @@ dim3 grid_of(const SketchScoreParams& p, int64_t requests, int64_t slots, int64_
   return dim3(static_cast<unsigned>(rows), static_cast<unsigned>(runs + tails));
 }
 
-template <typename Layout, int kTiles, int kParts>
+template <typename Layout, int kQueries, int kParts>
 void launch(const OnDevice& on, int64_t requests, const SketchScoreParams& p) {
-  const SketchScoreShared sizes{p.layout, kTiles * kTileQueries, kParts};
+  const SketchScoreShared sizes = score_shared<Layout, kQueries, kParts>(p.layout);
   const int64_t most = on.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   int warps = kScoreWarps;
   const auto bytes = [&] { return int64_t{sizes.warps()} + int64_t{warps} * sizes.warp_bytes(); };
@@ -81,42 +81,47 @@ void launch(const OnDevice& on, int64_t requests, const SketchScoreParams& p) {
                               << "GPU has; expected a smaller page_size";
   }
   const int64_t resident = std::clamp<int64_t>((most + kReserved) / (bytes() + kReserved), 1,
-                                               kScoreBlocks + 1 - kTiles);
-  on.launch("sketch_score", sketch_score_kernel<Layout, kTiles, kParts>,
+                                               score_blocks(kQueries));
+  on.launch("sketch_score", sketch_score_kernel<Layout, kQueries, kParts>,
             grid_of(p, requests, resident * on.attribute(cudaDevAttrMultiProcessorCount),
                     warps * kBatch),
             warps * kWarp, bytes(), p);
 }
 
-template <typename Layout, int kTiles>
+template <typename Layout, int kQueries>
 bool launch_known(const OnDevice& on, int64_t requests, const SketchScoreParams& p) {
   const SketchLayout known = Layout::get();
   if (p.layout.dim != known.dim || p.layout.page_size != known.page_size ||
       p.layout.num_channels != known.num_channels) {
     return false;
   }
-  launch<Layout, kTiles, 1>(on, requests, p);
+  launch<Layout, kQueries, 1>(on, requests, p);
   return true;
 }
 
-template <int kTiles>
-void launch_tiles(const OnDevice& on, int64_t requests, const SketchScoreParams& p) {
+template <int kQueries>
+void launch_queries(const OnDevice& on, int64_t requests, const SketchScoreParams& p) {
   if (p.query.type != NumberType::kFloat32) {
-    if (launch_known<KnownLayout<128, 16, 40>, kTiles>(on, requests, p) ||
-        launch_known<KnownLayout<64, 16, 20>, kTiles>(on, requests, p) ||
-        launch_known<KnownLayout<96, 16, 30>, kTiles>(on, requests, p) ||
-        launch_known<KnownLayout<256, 16, 80>, kTiles>(on, requests, p)) {
+    if (launch_known<KnownLayout<128, 16, 40>, kQueries>(on, requests, p) ||
+        launch_known<KnownLayout<64, 16, 20>, kQueries>(on, requests, p) ||
+        launch_known<KnownLayout<96, 16, 30>, kQueries>(on, requests, p) ||
+        launch_known<KnownLayout<256, 16, 80>, kQueries>(on, requests, p)) {
       return;
     }
-    if constexpr (kTiles == 2) {  // latents, of many heads
-      if (launch_known<KnownLayout<576, 16, 180>, kTiles>(on, requests, p)) return;
+    if constexpr (kQueries <= kTileQueries) {
+      if (launch_known<KnownLayout<128, 32, 40>, kQueries>(on, requests, p) ||
+          launch_known<KnownLayout<128, 64, 40>, kQueries>(on, requests, p)) {
+        return;
+      }
+    } else {  // latents, of many heads
+      if (launch_known<KnownLayout<576, 16, 180>, kQueries>(on, requests, p)) return;
     }
   }
   // A query in float32 is a sum of two float16 numbers.
   if (p.query.type == NumberType::kFloat32) {
-    launch<AnyLayout, kTiles, 2>(on, requests, p);
+    launch<AnyLayout, kQueries == 4 ? 8 : kQueries, 2>(on, requests, p);
   } else {
-    launch<AnyLayout, kTiles, 1>(on, requests, p);
+    launch<AnyLayout, kQueries, 1>(on, requests, p);
   }
 }
 
@@ -166,14 +171,16 @@ void sketch_score(Arguments& in) {
   p.scores = data_of<float>(scores, "scores");
   p.tail.head_rows = p.tail.rows / p.kv_heads;
   p.group = p.heads / p.kv_heads;
-  const int32_t queries = p.group > kTileQueries ? 2 * kTileQueries : kTileQueries;
+  const int32_t queries = p.group > 8 ? 16 : p.group > 4 ? 8 : 4;
   p.tiles = (p.group + queries - 1) / queries;
   p.request_blocks = p.kv_heads * p.tiles;
   const OnDevice on(query);
-  if (queries == kTileQueries) {
-    launch_tiles<1>(on, requests, p);
+  if (queries == 4) {
+    launch_queries<4>(on, requests, p);
+  } else if (queries == 8) {
+    launch_queries<8>(on, requests, p);
   } else {
-    launch_tiles<2>(on, requests, p);
+    launch_queries<16>(on, requests, p);
   }
 }
 

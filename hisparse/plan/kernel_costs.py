@@ -25,8 +25,8 @@ def instructions_us(
     """The time of an operation's instructions, without its memory traffic, with default options.
 
     It is a straight line between the shapes for which it was computed, and of the nearest width.
-    A layout of sketches that ``csrc/sketch_score.cu`` does not know takes the time of the kernel
-    for any layout, by the numbers of a page.
+    A layout of sketches without a time takes that of the kernel for any layout, by the numbers of a
+    page.
 
     Args:
         name: of the operation.

@@ -83,6 +83,13 @@ __device__ inline void store_relaxed(int32_t* at, int32_t value) {
   asm volatile("st.relaxed.cta.b32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
+// Row `number` of rows that are `each` bytes apart: one instruction.
+__device__ inline const void* row_at(const void* first, uint32_t number, uint32_t each) {
+  const void* out;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(out) : "r"(number), "r"(each), "l"(first));
+  return out;
+}
+
 // Bytes a and b of `low` (0 to 3) and `high` (4 to 7), as the four nibbles of `which` say.
 __device__ inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t which) {
   return __byte_perm(low, high, which);
@@ -125,22 +132,6 @@ __device__ inline void load_matrices(uint32_t (&out)[4], const void* row) {
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(shared_address(row)));
 }
-// The same of two matrices, for which lanes 0 to 15 give the rows.
-__device__ inline void load_matrices(uint32_t (&out)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(out[0]), "=r"(out[1])
-               : "r"(shared_address(row)));
-}
-
-// One matrix, for which lanes 0 to 7 give the rows.
-__device__ inline uint32_t load_matrix(const void* row) {
-  uint32_t out;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
-               : "=r"(out)
-               : "r"(shared_address(row)));
-  return out;
-}
-
 // c += a b of float16 numbers: a is 16 x 16, b 16 x 8. With g = lane / 4 and t = lane % 4, a lane has
 //   a: (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..), two numbers each
 //   b: (2t.., g), (2t + 8.., g), two numbers each
@@ -161,84 +152,29 @@ __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(b0));
 }
 
-// Copies of this thread, from global to shared memory. wait_for_copies<N> waits for all but the last
-// N groups of them; other lanes see what is copied after a barrier.
+// Copies of this thread, from global to shared memory; one that is not `there` does not happen, and is
+// no branch. wait_for_copies<N> waits for all but the last N groups of them; other lanes see what is
+// copied after a barrier.
 template <int kBytes>
-__device__ inline void copy_async(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)),
-               "l"(global), "n"(kBytes)
-               : "memory");
+__device__ inline void copy_async(void* shared, const void* global, bool there = true) {
+  if constexpr (kBytes == 16) {  // past the first cache
+    asm volatile(
+        "{\n\t.reg .pred there;\n\tsetp.ne.u32 there, %2, 0;\n\t"
+        "@there cp.async.cg.shared.global [%0], [%1], 16;\n\t}" ::"r"(shared_address(shared)),
+        "l"(global), "r"(static_cast<uint32_t>(there))
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n\t.reg .pred there;\n\tsetp.ne.u32 there, %3, 0;\n\t"
+        "@there cp.async.ca.shared.global [%0], [%1], %2;\n\t}" ::"r"(shared_address(shared)),
+        "l"(global), "n"(kBytes), "r"(static_cast<uint32_t>(there))
+        : "memory");
+  }
 }
 __device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLeft>
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-
-// Copies of a warp: of kRows rows, `stride` bytes apart in shared memory, number i is at `global`, and
-// as often `each` bytes further as lane i has `number`. `bytes`, of a row, is a multiple of 16.
-// Their barrier, in shared memory, belongs to the warp, and one thread prepares it before the others
-// pass a barrier. The n-th time that a barrier is waited for, counted from 0, has parity n % 2. All but
-// the last kLater copies that end_copies() has followed are there after the wait, once the warp has met.
-// From sm_90 on the copy engine copies: no instruction and no register carries the bytes.
-__device__ inline void prepare_copies(uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(
-                   shared_address(barrier))
-               : "memory");
-#endif
-}
-template <int kRows>
-__device__ inline void copy_rows(char* shared, int stride, const void* global,
-                                 uint32_t number, uint32_t each, int bytes, uint64_t* barrier) {
-  const auto* from = static_cast<const char*>(global);
-#if __CUDA_ARCH__ >= 900
-  uint32_t numbers[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) numbers[i] = __shfl_sync(0xffffffffu, number, i);
-  // The compiler knows that one thread is left, and issues the copies without a loop over threads.
-  uint32_t elected;
-  asm volatile("{\n\t.reg .pred elected;\n\t"
-               "elect.sync _|elected, 0xffffffff;\n\t"
-               "selp.u32 %0, 1, 0, elected;\n\t}"
-               : "=r"(elected));
-  if (!elected) return;
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(kRows * bytes)
-               : "memory");
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared_address(shared + i * stride)),
-        "l"(from + uint64_t{numbers[i]} * each), "r"(bytes), "r"(shared_address(barrier))
-        : "memory");
-  }
-#else
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  shared += lane % kRows * stride;
-  from += uint64_t{number} * each;
-  for (int at = lane / kRows * 16; at < bytes; at += 32 / kRows * 16) {
-    copy_async<16>(shared + at, from + at);
-  }
-#endif
-}
-template <int kLater>
-__device__ inline void wait_for_rows(uint64_t* barrier, uint32_t parity) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t done = 0;
-  while (done == 0) {
-    asm volatile("{\n\t.reg .pred done;\n\t"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
-                 "selp.u32 %0, 1, 0, done;\n\t}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-  }
-#else
-  wait_for_copies<kLater>();
-#endif
 }
 
 }  // namespace hisparse

@@ -43,14 +43,14 @@ struct SketchLayout {
 // A layout that is known when a kernel is compiled, or only when it runs.
 template <int32_t D, int32_t S, int32_t N, bool kNumbered = true>
 struct KnownLayout {
-  static constexpr int32_t kDim = D, kChannels = N;
+  static constexpr int32_t kDim = D, kTokens = S, kChannels = N;
 
   constexpr KnownLayout() = default;
   HISPARSE_ANYWHERE constexpr explicit KnownLayout(const SketchLayout&) {}
   HISPARSE_ANYWHERE static constexpr SketchLayout get() { return {D, S, N, kNumbered}; }
 };
 struct AnyLayout {
-  static constexpr int32_t kDim = 128, kChannels = 1 << 30;  // unknown
+  static constexpr int32_t kDim = 128, kTokens = 0, kChannels = 1 << 30;  // unknown
 
   SketchLayout layout;
 

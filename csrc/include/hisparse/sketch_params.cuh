@@ -33,38 +33,85 @@ constexpr int32_t kScoreBlocks = 3;
 #else
 constexpr int32_t kScoreBlocks = 4;
 #endif
+HISPARSE_ANYWHERE constexpr int32_t score_blocks(int32_t queries) {
+  return queries > 8 ? kScoreBlocks - 1 : kScoreBlocks;
+}
 constexpr int32_t kBatch = 16;         // pages that a warp scores at a time
+constexpr int32_t kHalf = 8;           // pages that are copied together
+constexpr int32_t kHalves = 3;         // of batches in shared memory: one and its successor's first
 constexpr int32_t kTileQueries = 8;    // columns of a product
+constexpr int32_t kRowBytes = 2 * kTileQueries;
 constexpr int32_t kMatrix = 8;         // channels of a matrix that is loaded
 constexpr int32_t kWordTokens = 16;    // tokens whose codes for a channel are a word
-constexpr uint32_t kOnes = 0x3c003c00u;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 // A page with an exponent beyond it, in absolute value, is scored again with its maximum known.
 constexpr float kFarExponent = 100.0f;
 
-// Shared memory: of the block the queries' channels, each a row of float16 numbers, then a row of
-// zeros; their factors; and of each warp two stages of sketches and the barriers of their copies.
+// Where there are many channels or tokens, reads of all of them at once would take too many registers.
+template <typename Layout>
+constexpr int kUnroll = Layout::kChannels <= 40 && Layout::kTokens <= kWordTokens ? 8 : 1;
+
+// Of this lane's rows of a left factor, whose tokens are 2 * (lane / 4) and the next one: their byte of a
+// word, in both halves of a pair of bytes; a code's bits in there, in the upper byte or in the lower one;
+// -1.5 in their place; and what makes good the power of four that is left, where a code's last bit is
+// 2^-24 and scales are times 2^5.
+__device__ inline uint32_t code_bytes() { return 0x4400u + 0x1111u * (lane_id() / 8); }
+__device__ inline uint32_t code_mask(int second) {
+  return lane_id() / 4 % 2 == 0 ? (second == 0 ? 0x03000300u : 0x000c000cu)
+                                : (second == 0 ? 0x00300030u : 0x00c000c0u);
+}
+__device__ inline uint32_t code_zero(int second) { return 0x80008000u | code_mask(second) / 2; }
+__device__ inline float code_power(int second) {
+  return lane_id() / 4 % 2 == 0 ? (second == 0 ? 0x1p11f : 0x1p17f)
+                                : (second == 0 ? 0x1p15f : 0x1p13f);
+}
+
+// Shared memory: of the block the queries' channels, for each tile of eight columns a row of float16
+// numbers, then perhaps a row of zeros; their factors; and of each warp some halves of batches. Four
+// queries are columns twice.
+//
+// The rows that a warp reads together are of any channels. So each row may lie there eight times, side
+// by side: the i-th one of a matrix is read from the i-th copy, in banks of its own.
 struct SketchScoreShared {
   SketchLayout layout;
-  int32_t queries;
+  int32_t queries;  // 4, 8 or 16
   int32_t parts;    // float16 numbers whose sum is a query's channel
+  int32_t copies;   // of a row: 1 or 8
 
+  HISPARSE_ANYWHERE constexpr int32_t tiles() const {
+    return (queries + kTileQueries - 1) / kTileQueries;
+  }
   HISPARSE_ANYWHERE constexpr int32_t blocks_of_lane() const { return (layout.blocks() + 3) / 4; }
-  HISPARSE_ANYWHERE constexpr int32_t zero_row() const { return 4 * kBlock * blocks_of_lane(); }
-  HISPARSE_ANYWHERE constexpr int32_t row_bytes() const { return 2 * queries; }
-  HISPARSE_ANYWHERE constexpr int32_t part_bytes() const { return (zero_row() + 1) * row_bytes(); }
-  HISPARSE_ANYWHERE constexpr int32_t factors() const { return parts * part_bytes(); }
   HISPARSE_ANYWHERE constexpr int32_t slots() const {
     return (layout.num_channels + kMatrix - 1) / kMatrix * kMatrix;
   }
+  // Of a tile: channels; and that of zeros, for slots beyond the last channel.
+  HISPARSE_ANYWHERE constexpr int32_t zero_row() const { return 4 * kBlock * blocks_of_lane(); }
+  HISPARSE_ANYWHERE constexpr int32_t rows() const {
+    return zero_row() + (slots() != layout.num_channels);
+  }
+  HISPARSE_ANYWHERE constexpr int32_t row_stride() const { return copies * kRowBytes; }
+  HISPARSE_ANYWHERE constexpr int32_t tile_bytes() const { return rows() * row_stride(); }
+  HISPARSE_ANYWHERE constexpr int32_t part_bytes() const { return tiles() * tile_bytes(); }
+  HISPARSE_ANYWHERE constexpr int32_t factors() const { return parts * part_bytes(); }
   // An odd number of 16 bytes, so that pages begin in different banks.
   HISPARSE_ANYWHERE constexpr int32_t sketch_stride() const {
-    return (layout.num_bytes() / 16 | 1) * 16;
+    return (layout.num_bytes() / kCopyBytes | 1) * kCopyBytes;
   }
-  HISPARSE_ANYWHERE constexpr int32_t stage_bytes() const { return kBatch * sketch_stride(); }
-  HISPARSE_ANYWHERE constexpr int32_t warps() const { return factors() + 4 * queries; }
-  HISPARSE_ANYWHERE constexpr int32_t warp_bytes() const { return 2 * (stage_bytes() + 8); }
+  HISPARSE_ANYWHERE constexpr int32_t half_bytes() const { return kHalf * sketch_stride(); }
+  HISPARSE_ANYWHERE constexpr int32_t warps() const { return factors() + 16 * tiles() * 2; }
+  HISPARSE_ANYWHERE constexpr int32_t warp_bytes() const { return kHalves * half_bytes(); }
 };
+
+// Copies of the queries' rows, where they leave room for two blocks on a multiprocessor.
+template <typename Layout, int kQueries>
+constexpr int32_t kCopies =
+    Layout::kChannels < Layout::kDim && Layout::kDim * kQueries <= 256 * kTileQueries ? 8 : 1;
+
+template <typename Layout, int kQueries, int kParts>
+HISPARSE_ANYWHERE constexpr SketchScoreShared score_shared(const SketchLayout& layout) {
+  return {layout, kQueries, kParts, kCopies<Layout, kQueries>};
+}
 
 // A tile of queries on its way to shared memory. A warp has every kScoreWarps-th one, and of those a
 // lane has kReads numbers at a time: all of them unless they are many, or their count is unknown.
@@ -130,21 +177,35 @@ struct QueryTile {
     }
   }
 
-  // Writes a channel of a query as a sum of float16 numbers.
+  // Writes a channel of a query as a sum of float16 numbers, to one copy of its row. Which one: so
+  // that the lanes, with a channel each, write to different banks.
   __device__ void write(float left, int32_t number, int32_t channel, char* shared) const {
+    if (channel >= sizes.rows()) return;
     for (int part = 0; part < sizes.parts; ++part) {
       const Float16 rounded{to_half_bits(left)};
       left -= to_float(rounded);
-      char* row = shared + part * sizes.part_bytes() + channel * sizes.row_bytes();
-      reinterpret_cast<Float16*>(row)[number] = rounded;
+      char* row = shared + part * sizes.part_bytes() + number / kTileQueries * sizes.tile_bytes() +
+                  channel * sizes.row_stride() + channel % sizes.copies * kRowBytes;
+      for (int32_t column = number % kTileQueries; column < kTileQueries; column += kQueries) {
+        reinterpret_cast<Float16*>(row)[column] = rounded;
+      }
+    }
+  }
+
+  // Writes the other copies, once all threads have met: eight threads those of a channel.
+  __device__ void copy(char* shared) const {
+    const int32_t own = static_cast<int32_t>(threadIdx.x) % sizes.copies;
+    const int32_t step = num_threads() / sizes.copies;
+    for (int32_t tile = 0; tile < sizes.tiles(); ++tile) {
+#pragma unroll 4
+      for (int32_t i = threadIdx.x / sizes.copies; i < sizes.rows(); i += step) {
+        auto* row = reinterpret_cast<uint4*>(shared + tile * sizes.tile_bytes() +
+                                             i * sizes.row_stride());
+        const int32_t written = i % sizes.copies;
+        if (own != written) row[own] = row[written];
+      }
     }
   }
 };
-
-// Scales as float16 numbers, times 2^5, of two codes: bytes `which` and the next of x. Codes below 8
-// stand for scales under 2^-19, and come out as less.
-__device__ inline uint32_t scales_in(uint32_t x, int which) {
-  return permute_bytes(x, 0u, which == 0 ? 0x1404u : 0x3424u) >> 1;
-}
 
 }  // namespace hisparse

@@ -17,10 +17,10 @@ _WRITE_NOTHING = frozenset((
     "STG", "STS", "ST", "STL", "RED", "REDG", "BAR", "BRA", "BRX", "BRXU", "EXIT", "NOP",
     "BSSY", "BSYNC", "BREAK", "WARPSYNC", "RET", "LDGSTS", "CALL", "LDGDEPBAR", "DEPBAR",
     "MEMBAR", "ERRBAR", "CCTL", "FENCE", "ENDCOLLECTIVE", "YIELD", "NANOSLEEP", "WARPGROUP",
-    "UBLKCP", "ARRIVES", "ACQBULK", "PREEXIT", "STSM", "CGAERRBAR", "UCGABAR_ARV", "UCGABAR_WAIT",
+    "ARRIVES", "ACQBULK", "PREEXIT", "STSM", "CGAERRBAR", "UCGABAR_ARV", "UCGABAR_WAIT",
 ))  # fmt: skip
 #: Opcodes with a "U" that are not of the uniform datapath.
-_NOT_UNIFORM = frozenset(["UTMALDG", "UTMASTG", "UBLKCP", "UCGABAR_ARV", "UCGABAR_WAIT"])
+_NOT_UNIFORM = frozenset(["UTMALDG", "UTMASTG", "UCGABAR_ARV", "UCGABAR_WAIT"])
 #: Opcodes whose first two operands are predicates that they write.
 _WRITE_PREDICATES = frozenset(["ISETP", "FSETP", "PLOP3", "HSETP2", "DSETP"])
 
@@ -140,8 +140,8 @@ def _instruction(line: str, labels: Mapping[str, int]) -> Instruction:
     name, *mods = opcode.split(".")
     uniform = name[0] == "U" and name not in _NOT_UNIFORM
     operands = tuple(_operand(text) for text in _split(rest))
-    if name in ("LD", "ST", "ATOM", "UBLKCP"):
-        # Addresses of any memory have 64 bits; a bulk copy has two of shared memory in one.
+    if name in ("LD", "ST", "ATOM"):
+        # Addresses of any memory have 64 bits.
         operands = tuple(
             o._replace(base=tuple((n, True, by) for n, _, by in o.base)) if o.kind == "[" else o
             for o in operands
@@ -235,8 +235,6 @@ def _writes(
         return (), ()
     if name in _WRITE_PREDICATES:
         count = 2
-    elif name == "SYNCS":
-        count = 1
     elif name == "R2P":
         return tuple(range(400, 407)), operands[:1]
     else:

@@ -127,8 +127,6 @@ class Machine:
         self.time, self.ready = np.zeros(warps), np.zeros((420, warps))
         self.copies = np.zeros(warps)
         self.groups: list[list[float]] = [[] for _ in range(warps)]
-        # By place of a barrier in shared memory: when the bytes of each of its phases are there.
-        self.phases: dict[int, list[float]] = {}
         self.found = BlockRun(np.zeros(len(self.code), dtype=np.int64))
         for _ in range(_MOST_STEPS):
             at = int(self.pc.min())

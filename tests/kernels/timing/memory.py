@@ -134,36 +134,6 @@ def _copy(m: Machine, i: Instruction) -> None:
     m.copies[warps] = np.maximum(m.copies[warps], m.time[warps] + (m.delay or LATENCY["LDG"]))
 
 
-def _copy_bulk(m: Machine, i: Instruction) -> None:
-    """The copy engine copies a row for each warp, and tells a barrier in shared memory."""
-    to, source, sixteens = i.operands[:3]
-    for warp in np.unique(m.t // 32).tolist():
-        m.t, m.delay = np.array([32 * warp]), None
-        width = 16 * int(m.u(sixteens)[0])
-        barrier, start = (int(m.shared_place(m.address(to) >> np.uint64(by))[0]) for by in (32, 0))
-        ((_, data, at),) = m.touch(m.address(source), width, False)
-        m.shared[start : start + width] = data[at[0]]
-        m.found.wavefronts += -(-width // 128)
-        done = m.time[warp] + (m.delay or LATENCY["LDG"])
-        m.phases[barrier][-1] = max(m.phases[barrier][-1], float(done))
-
-
-def _barrier(m: Machine, i: Instruction) -> None:
-    """A barrier that copies tell: one thread arrives in each phase before they do."""
-    place = m.shared_place(m.address(next(o for o in i.operands if o.kind == "[")))
-    checks = "PHASECHK" in i.mods
-    parity = m.u(i.operands[2]) >> np.uint64(31) if checks else place
-    for warp, first in zip(*np.unique(m.t // 32, return_index=True), strict=True):
-        phases = m.phases.setdefault(int(place[first]), [])
-        if checks:
-            behind = (len(phases) - 1 - int(parity[first])) % 2
-            m.time[warp] = max(m.time[warp], phases[-1 - behind])
-        elif "ARRIVE" in i.mods:
-            phases.append(float(m.time[warp]))
-    if checks:
-        m.set_predicate(i.operands[0], True)
-
-
 def _close(m: Machine, i: Instruction) -> None:
     for warp in np.unique(m.t // 32):
         m.groups[warp].append(float(m.copies[warp]))
@@ -190,6 +160,5 @@ MEMORY = {
     **dict.fromkeys(("STG", "ST", "STS", "STL"), _store),
     **dict.fromkeys(("ATOMS", "ATOMG", "ATOM", "RED", "REDG"), _atomic),
     **dict.fromkeys(("LDSM", "STSM"), _matrices),
-    "UBLKCP": _copy_bulk, "SYNCS": _barrier,
     "LDGSTS": _copy, "LDGDEPBAR": _close, "DEPBAR": _wait, "LDC": _constant,
 }  # fmt: skip

@@ -33,7 +33,7 @@ pytestmark = [
 _RANKS = "1,024 threads rank the pages of a selection in shared memory"
 ONE_BLOCK = {
     **{("select", width): _RANKS for width in SPECS},
-    ("sketch_score", 576): "sketches of latents in flight and the queries take 133 KiB",
+    ("sketch_score", 576): "sketches of latents in flight and the queries take 206 KiB",
     ("paged_attention", 576): "a tile of latents and the sums of 16 queries take all registers",
 }
 

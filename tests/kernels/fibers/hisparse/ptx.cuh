@@ -10,7 +10,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <map>
 #include <vector>
 
 namespace hisparse {
@@ -38,6 +37,10 @@ T of_block(const T& own, int block) {
 }
 
 inline void store_relaxed(int32_t* at, int32_t value) { atomicExch(at, value); }
+
+inline const void* row_at(const void* first, uint32_t number, uint32_t each) {
+  return static_cast<const char*>(first) + uint64_t{number} * each;
+}
 
 inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t which) {
   const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
@@ -90,22 +93,15 @@ inline std::array<uint64_t, fibers::kWarpSize> of_lanes(uint64_t value, const ch
   return out;
 }
 
-template <int kCount>
-void load_matrices(uint32_t (&out)[kCount], const void* row) {
+inline void load_matrices(uint32_t (&out)[4], const void* row) {
   const auto rows = of_lanes(reinterpret_cast<uint64_t>(row), "load_matrices");
   const int g = fibers::running->lane() / 4, t = fibers::running->lane() % 4;
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < 4; ++i) {
     const auto number = [&](int r) {
       return static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(rows[8 * i + r])[g]);
     };
     out[i] = number(2 * t) | number(2 * t + 1) << 16;
   }
-}
-
-inline uint32_t load_matrix(const void* row) {
-  uint32_t out[1];
-  load_matrices(out, row);
-  return out[0];
 }
 
 inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -147,7 +143,8 @@ inline std::vector<std::vector<Copy>>& copies() {
 }
 
 template <int kBytes>
-void copy_async(void* shared, const void* global) {
+void copy_async(void* shared, const void* global, bool there = true) {
+  if (!there) return;
   fibers::Recording off(false);
   fibers::accessed(shared, kBytes, fibers::AccessKind::kWrite);
   const auto bits = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global);
@@ -169,64 +166,6 @@ void wait_for_copies() {
       std::memcpy(copy.to, copy.from, copy.bytes);
     }
     groups.erase(groups.begin());
-  }
-}
-
-// Rows that a warp copies, by the barrier that they are waited for with.
-struct RowCopies {
-  std::vector<Copy> waiting;
-  int expected = 0;    // bytes
-  bool armed = false;  // lane 0 has said how many
-  uint32_t done = 0;   // waits that are over
-};
-inline RowCopies& row_copies(const uint64_t* barrier) {
-  static std::map<const uint64_t*, RowCopies> of_barriers;
-  return of_barriers[barrier];
-}
-
-inline void prepare_copies(uint64_t* barrier) {
-  fibers::Recording off(false);
-  row_copies(barrier) = {};
-}
-template <int kRows>
-void copy_rows(char* shared, int stride, const void* global, uint32_t number, uint32_t each,
-               int bytes, uint64_t* barrier) {
-  const auto numbers = of_lanes(number, "copy_rows");
-  fibers::Recording off(false);
-  RowCopies& own = row_copies(barrier);
-  const int lane = fibers::running->lane();
-  if (lane == 0) {
-    own.expected += kRows * bytes;
-    own.armed = true;
-  }
-  if (lane >= kRows) return;
-  shared += lane * stride;
-  const char* const from = static_cast<const char*>(global) + numbers[lane] * each;
-  fibers::accessed(shared, bytes, fibers::AccessKind::kWrite);
-  const auto bits = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(from);
-  if ((bits | bytes) % 16 != 0 && fibers::failure.empty()) fibers::failure = "an unaligned copy";
-  own.expected -= bytes;
-  own.waiting.push_back({shared, from, bytes});
-}
-template <int kLater>
-void wait_for_rows(uint64_t* barrier, uint32_t parity) {
-  fibers::Recording off(false);
-  RowCopies& own = row_copies(barrier);
-  for (int tries = 0; own.done % 2 == parity; ++tries) {
-    if (tries > 10000 && fibers::failure.empty()) fibers::failure = "copies that never end";
-    if (!fibers::failure.empty()) return;
-    if (!own.armed || own.expected != 0) {
-      fibers::running->yield();
-      continue;
-    }
-    for (const Copy& copy : own.waiting) {
-      fibers::accessed(copy.from, copy.bytes, fibers::AccessKind::kRead);
-      fibers::accessed(copy.to, copy.bytes, fibers::AccessKind::kWrite);
-      std::memcpy(copy.to, copy.from, copy.bytes);
-    }
-    own.waiting.clear();
-    own.armed = false;
-    ++own.done;
   }
 }
 
