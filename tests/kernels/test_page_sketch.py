@@ -104,6 +104,8 @@ def test_what_a_sketch_stands_for(impl: str, shape: str) -> None:
         (2, 6, 2, 256, 16, 80, 80, "bf16"),
         (2, 34, 2, 576, 16, 180, 80, "bf16"),
         (2, 20, 2, 96, 32, 30, 80, "bf16"),
+        (1, 4, 1, 128, 32, 40, 40, "bf16"),
+        (1, 10, 2, 128, 64, 40, 24, "bf16"),
         # On fibers, which have few multiprocessors, warps score several batches.
         (1, 8, 8, 8, 4, 2, 300, "fp32"),
         # On a GPU they do with so many pages: each warp fills its stages again and again.
