@@ -152,7 +152,8 @@ Pool& pool() {
   return only;
 }
 
-// Holds OpenMP's teams that the calling thread starts to one thread. Returns the number before.
+}  // namespace
+
 int64_t hold_openmp() {
   const int before = omp_get_max_threads();
   if (before > 1) {
@@ -173,8 +174,6 @@ void release_openmp(int64_t before) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hold_openmp, hold_openmp);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(release_openmp, release_openmp);
-
-}  // namespace
 
 int num_threads(int64_t items, double total_ns) {
 #ifdef HISPARSE_WORTH_A_THREAD_NS

@@ -23,4 +23,10 @@ void parallel_for(int64_t items, int threads, Body&& body) {
   parallel_for(items, threads, call, &body);
 }
 
+// Holds OpenMP's teams that the calling thread starts to one thread. Returns the number before.
+int64_t hold_openmp();
+
+// Ends a hold, given the number before it.
+void release_openmp(int64_t before);
+
 }  // namespace hisparse

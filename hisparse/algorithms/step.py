@@ -337,14 +337,14 @@ class DecodeStep:
 
     def tail_slots(self, layer_id: int) -> Tensor:
         """``[R] int64``, where each row's new token goes: its tail page times S, plus offset."""
+        if not self.follows:
+            return self.slots_of_layers[layer_id]
+        return self.rows.slots_in(self.tails(layer_id), self.policy.kv.page_size)
 
-        def slots_in(tails: Tensor) -> Tensor:
-            offsets = self.rows.tail_lens.long() - 1
-            return torch.add(offsets, tails, alpha=self.policy.kv.page_size)
-
-        if self.follows:
-            return slots_in(self.tails(layer_id))
-        return self.cache.once("tail slots", lambda: slots_in(self.rows.tail_pages))[layer_id]
+    @cached_property
+    def slots_of_layers(self) -> Tensor:
+        """:meth:`tail_slots` of all layers, ``[L, R] int64``, as the step begins."""
+        return self.rows.slots_in(self.rows.tail_pages, self.policy.kv.page_size)
 
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor] | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
@@ -98,6 +99,14 @@ class SparseKVCacheManager:
         self.kv_io = KVReadWrite(host, pool, checked=checked)
         self.staging = Staging(host, sizes.staging_pages, device)
         self.loader = SwapIn(host, pool, counters, self.aside, checked=checked)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What lasts as long as the manager: pools, tables and counters of all layers."""
+        pools, layers = (self.host, self.device), range(self.host.kv.num_layers)
+        stored = [x for pool in pools for layer in layers for x in pool.stored(layer).tensors]
+        tables = [x for x in self.device.states if x is not None]
+        return [*stored, *tables, self.counters.selected]
 
     def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
         """Apply resets and capacity changes; see :meth:`Residency.start_forward`."""

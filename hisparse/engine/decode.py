@@ -21,6 +21,7 @@ from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.engine.host_attention import CudaHostAttention, HostAttention
 from hisparse.engine.representations import ignore
 from hisparse.kernels import DiffTables, serial_operators
+from hisparse.kernels.build.cpu import CallRecorder, call_cpu, cpu_library
 from hisparse.kernels.operation import ResultMemory, new_tensors
 from hisparse.memory.costs import away_bytes
 from hisparse.types import IndexerInputs, Selection
@@ -38,6 +39,7 @@ class DecodeLayer:
 
     Attributes:
         observer: called after every selection, or None.
+        recordable: layers whose kernel calls are recorded once, and then made again as one call.
     """
 
     def __init__(self, components: Components, extensions: Sequence[Extension]) -> None:
@@ -69,7 +71,27 @@ class DecodeLayer:
         self._update_indexer = by_layer(self._algorithm.update_indexer, None)
         self._serial = serial_operators(self._manager.device.device)
         self._results = ResultMemory()
+        self.recordable = self._recordable_layers()
+        self._recorded: dict[int, Callable[..., bool]] = {}
+        #: Requests and pages of recorded layers, and the memory of their results.
+        self._last_shapes, self._scratch = (0, 0), ResultMemory(keeps=True)
+        state = components.representations.tensors.values()
+        lasting = (*self._manager.tensors, *state) if self.recordable else ()
+        self._lasting = {x.untyped_storage().data_ptr() for x in lasting}
         self.observer: SelectionObserver | None = None
+
+    def _recordable_layers(self) -> set[int]:
+        """The layers that :meth:`_run_recorded` tries: no hook sees what they compute."""
+        manager, modes = self._manager, self._modes
+        hooks = (self._before_layer, self._refining, self._after_selection, self._after_attention)
+        if manager.device.device.type != "cpu" or cpu_library() is None:
+            return set()
+        if manager.checked or self._host or self._gather_queries or any(hooks):
+            return set()
+        if self._policy.kv.dtype == torch.float16:  # Only PyTorch writes such outputs.
+            return set()
+        layers = range(self._policy.kv.num_layers)
+        return {x for x in layers if modes.selects(x) and modes.attended_by(x) == 1}
 
     def run(
         self,
@@ -88,39 +110,107 @@ class DecodeLayer:
         update = self._update_indexer[layer_id]
         if indexer is not None and update is not None:
             step.use_indexer(call(update, layer_id, indexer, layer_id, step))
-        by_mode = self._modes.of_layer(layer_id, step)
-        # A token attends on the device what the one before it loads.
-        waits = self._host is None or step.last is not None
-        with step.cache.once("results", self._results.begin_step):
-            with self._serial:
-                self._manager.loader.finish_loading(layer_id)
-                if self._before_layer and "sparse" in step.by_mode:
-                    for extension in self._before_layer:
-                        call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
-                slots = step.tail_slots(layer_id)
-                self._manager.kv_io.append(layer_id, slots, step.host_slots, k, v)
-            if len(by_mode) == 1:
-                ((mode, part),) = by_mode.items()
-                out = self._attend_in(mode, layer_id, part, q, sinks, waits)
-            else:
-                shape = (*q.shape[:-1], self._policy.kv.v_head_dim)
-                (out,) = new_tensors("modes", [(shape, q.dtype)], q.device)
-                for mode, part in by_mode.items():
-                    assert part.index is not None, "one of several modes"
-                    shape = (len(part.slots), *q.shape[1:])
-                    (own,) = new_tensors(f"queries {mode}", [(shape, q.dtype)], q.device)
-                    torch.index_select(q, 0, part.index, out=own)
-                    own = self._attend_in(mode, layer_id, part, own, sinks, waits)
-                    out.index_copy_(0, part.index, own)
-            last = step.last or step
-            if last.filled is not None:
-                finish = partial(self._finish, layer_id, last, *last.filled)
+        memory, out = step.cache.once("results", self._results.begin_step), None
+        if layer_id in self.recordable and self.observer is None and sinks is None:
+            out = self._run_recorded(step, layer_id, q, k, v)
+        if out is None:
+            with memory:
+                out = self._append_and_attend(step, layer_id, q, k, v, sinks)
+        last = step.last or step
+        if last.filled is not None:
+            finish = partial(self._finish, layer_id, last, *last.filled)
+            with memory:
                 if step.captured and not self._algorithm.indexer:
                     # Beside the model's next kernels; an indexer's inputs would be freed too early.
                     self._manager.aside.start(finish)
                 else:
                     finish()
         return out
+
+    def _append_and_attend(
+        self,
+        step: DecodeStep,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        # A token attends on the device what the one before it loads.
+        waits = self._host is None or step.last is not None
+        with self._serial:
+            self._manager.loader.finish_loading(layer_id)
+            if self._before_layer and "sparse" in step.by_mode:
+                for extension in self._before_layer:
+                    call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
+            self._append(layer_id, step, k, v)
+        by_mode = self._modes.of_layer(layer_id, step)
+        if len(by_mode) == 1:
+            ((mode, part),) = by_mode.items()
+            return self._attend_in(mode, layer_id, part, q, sinks, waits)
+        shape = (*q.shape[:-1], self._policy.kv.v_head_dim)
+        (out,) = new_tensors("modes", [(shape, q.dtype)], q.device)
+        for mode, part in by_mode.items():
+            assert part.index is not None, "one of several modes"
+            shape = (len(part.slots), *q.shape[1:])
+            (own,) = new_tensors(f"queries {mode}", [(shape, q.dtype)], q.device)
+            torch.index_select(q, 0, part.index, out=own)
+            own = self._attend_in(mode, layer_id, part, own, sinks, waits)
+            out.index_copy_(0, part.index, own)
+        return out
+
+    def _append(self, layer_id: int, step: DecodeStep, k: Tensor, v: Tensor) -> None:
+        slots = step.tail_slots(layer_id)
+        self._manager.kv_io.append(layer_id, slots, step.host_slots, k, v)
+
+    def _run_recorded(
+        self, step: DecodeStep, layer_id: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor | None:
+        """:meth:`run` by the kernel calls of an earlier step, or record those of this one.
+
+        So a layer is one native call. It can be if kernels alone compute: as in a CUDA graph, what
+        tensors hold decides nothing in Python. None: the layer is not recorded.
+        """
+        tensors = step.cache.once("recorded", partial(self._begin_recorded, step))
+        if tensors is None:
+            return None
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # Else kernels need copies.
+        shape = (*q.shape[:-1], self._policy.kv.v_head_dim)
+        (out,) = self._results.take(("recorded", shape, q.dtype), lambda: [q.new_empty(shape)])
+        inputs = (out, q, k, v, *tensors)
+        run = self._recorded.get(layer_id)
+        if run is not None and run(*inputs):
+            return out
+        recorder = CallRecorder(inputs, self._lasting, self._scratch.storages)
+        with self._scratch, recorder:
+            with self._serial:
+                self._append(layer_id, step, k, v)
+            attended = self._attended("sparse", layer_id, step.by_mode["sparse"], q, True)
+            call_cpu("write_output", attended.out.float().contiguous(), out)
+        if recorder.joined is None:
+            self.recordable.clear()  # Layers are alike.
+        else:
+            self._recorded[layer_id] = recorder.joined
+        return out
+
+    def _begin_recorded(self, step: DecodeStep) -> tuple[Tensor, ...] | None:
+        """What kernels read of a step whose layers are recorded; None: they are not.
+
+        Those of the first step of some shapes are not, since the next one may have others.
+        """
+        part = step.by_mode.get("sparse")
+        if part is None or len(step.by_mode) > 1 or step.last is not None:
+            return None
+        if part.captured or part.follows or part.dense is not None:
+            return None
+        shapes = len(part.slots), part.max_pages
+        if shapes == self._last_shapes:
+            own = (part.slots, part.tail_lens, part.host_slots, part.forced_pages)
+            return step.slots_of_layers, *own, *part.rows[:7]
+        self._last_shapes = shapes
+        self._recorded.clear()
+        self._scratch = ResultMemory(keeps=True)
+        return None
 
     def _attend_in(
         self,
@@ -137,6 +227,12 @@ class DecodeLayer:
             if self._host is not None and self._host.attends_contexts:
                 attend = self._host.attend_contexts
             return attend(layer_id, q, step, sinks).to(q.dtype)
+        return self._output(self._attended(mode, layer_id, step, q, waits), q, sinks)
+
+    def _attended(
+        self, mode: AttentionMode, layer_id: int, step: DecodeStep, q: Tensor, waits: bool
+    ) -> Attended:
+        """Select, load, and attend on the device."""
         sparse = mode == "sparse"
         if sparse and self._modes.selects(layer_id):
             step.cache.selection = None  # Frees its memory for the next one.
@@ -164,6 +260,10 @@ class DecodeLayer:
                     extension.after_attention,
                     layer_id, layer_id, queries, selection, step, attended,
                 )  # fmt: skip
+        return attended
+
+    def _output(self, attended: Attended, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """``[R, Q, Dv]`` -> ``[B, Hq, Dv]`` in the dtype of q."""
         out = attended.out.reshape(q.shape[0], self._policy.kv.num_q_heads, -1)
         if sinks is not None:
             out = add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks)

@@ -46,10 +46,19 @@ class ResultMemory(dict[Hashable, list[tuple[Tensor, torch.UntypedStorage]]]):
     no tensor refers to that any more, views included. So layers of equal shapes allocate no
     results, and a result that somebody keeps does not change. An item is the results of the last
     call, and their storage.
+
+    Args:
+        keeps: whether to keep all items, for recorded calls that write to them again.
+
+    Attributes:
+        storages: addresses of the storages of what is kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = False) -> None:
         super().__init__()
+        self._kept: list[list[tuple[Tensor, torch.UntypedStorage]]] | None = [] if keeps else None
+        self.storages: set[int] = set()
+        self._outer: ResultMemory | None = None
         #: Items of the last step that this one has not used.
         self._unused: dict[Hashable, list[tuple[Tensor, torch.UntypedStorage]]] = {}
 
@@ -60,10 +69,11 @@ class ResultMemory(dict[Hashable, list[tuple[Tensor, torch.UntypedStorage]]]):
         return self
 
     def __enter__(self) -> None:
+        self._outer = getattr(_ENTERED, "memory", None)
         _ENTERED.memory = self
 
     def __exit__(self, *error: object) -> None:
-        _ENTERED.memory = None
+        _ENTERED.memory = self._outer
 
     def take(self, key: Hashable, allocate: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Results, uninitialised; for equal keys ``allocate`` makes tensors of equal shapes."""
@@ -73,6 +83,9 @@ class ResultMemory(dict[Hashable, list[tuple[Tensor, torch.UntypedStorage]]]):
             [torch._C._storage_Use_Count(storage._cdata) > 2 for _, storage in items]
         ):
             items = [(x, x.untyped_storage()) for x in allocate()]
+            if self._kept is not None:
+                self._kept.append(items)
+                self.storages.update(storage.data_ptr() for _, storage in items)
         self[key] = items
         return [last.detach() for last, _ in items]
 

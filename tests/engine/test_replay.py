@@ -1,12 +1,17 @@
-"""A decode step that is recorded once and replayed gives what an eager one gives, bit for bit."""
+"""Decode steps that are recorded and replayed give what eager ones give, bit for bit.
+
+A CUDA graph records a step; on a CPU a layer's kernel calls are recorded, if kernels alone compute.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
+from hisparse.algorithms import ALGORITHMS, DecodeStep
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
@@ -14,8 +19,11 @@ from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.streaming import Streaming
 from hisparse.algorithms.topp import TopP
+from hisparse.kernels import select
+from hisparse.kernels.build import cpu
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
+from hisparse.types import Selection
 from tests.delayed import DelayedStream, Order
 from tests.sizes import crossed
 
@@ -154,11 +162,77 @@ def test_each_layer_of_a_captured_step_serves_full_tail_pages_aside(
 
 
 def check(scope: str, settings: dict[str, Any], aside: DelayedStream | None = None) -> None:
-    eager = Simulator(scope=scope, checked=False, **settings)
+    plain, recorded = (Simulator(scope=scope, checked=False, **settings) for _ in range(2))
+    plain.coordinator.decode.recordable.clear()
     replaying = ReplayingSimulator(scope=scope, **settings, aside=aside)
-    expected, _ = play(eager)
-    got, _ = play(replaying)
+    expected, _ = play(plain)
+    for sim in (recorded, replaying):
+        got, _ = play(sim)
+        assert_equal(got, expected)
+        assert_same(state_of(sim), state_of(plain))
+        assert sim.coordinator.stats() == plain.coordinator.stats()
     assert replaying.num_replayed == len(got), "no step had to run eagerly"
-    assert_equal(got, expected)
-    assert_same(state_of(replaying), state_of(eager))
-    assert replaying.coordinator.stats() == eager.coordinator.stats()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadsValues(Sketch):
+    """Scores as ``sketch``, by code that a replay would not run again."""
+
+    by: str
+
+    def retrieve_topk(self, queries: torch.Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        scores, _ = self.score(queries, layer_id, step, tail=None)
+        forced = step.forced_pages
+        if self.by == "item" and float(queries.sum()) > 0:
+            return select(scores, step.num_pages, step.policy.select_rule_with(drop_last=True))
+        if self.by == "numpy":
+            forced = torch.from_numpy(step.num_pages.numpy()[:, None] - 3 <= range(step.max_pages))
+        if self.by == "in place":
+            scores.neg_()
+        return select(scores, step.num_pages, step.policy.select_rule, forced=forced)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@crossed(
+    "kv_cache_dtype, name",
+    ["auto", "int8", "fp8_e4m3"],
+    ["sketch", "quest", "snapkv", "item", "numpy", "in place", "quest", "sketch"],
+)
+def test_a_layer_is_one_call_where_kernels_alone_compute(
+    name: str, kv_cache_dtype: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values are parts of one tensor, and outputs are kept."""
+    calls: list[int] = [0]
+    call = cpu._call
+
+    def counted(*arguments: Any) -> Any:
+        calls[-1] += 1
+        return call(*arguments)
+
+    monkeypatch.setattr(cpu, "_call", counted)
+    known = ALGORITHMS.get(name)() if name in ALGORITHMS else ReadsValues(by=name)
+
+    def outputs(*, records: bool) -> list[torch.Tensor]:
+        sim = Simulator(
+            checked=False, algorithm=known, dtype=dtype, kv_cache_dtype=kv_cache_dtype, layers=3
+        )
+        if not records:
+            sim.coordinator.decode.recordable.clear()
+        requests = [sim.request(slot, 130, seed=slot) for slot in (1, 2)]
+        sim.prefill((requests[0], 99), (requests[1], 70))
+        found = []
+        calls.append(0)
+        for _ in range(20):
+            sim.coordinator.forward_begin(sim.next_tokens(*requests))
+            for layer in range(sim.layers):
+                tokens = [[getattr(r, x)[layer, r.done - 1] for x in "qkv"] for r in requests]
+                joined = torch.stack([torch.cat(x) for x in tokens])
+                parts = joined.split([sim.q_heads, sim.kv_heads, sim.kv_heads], dim=1)
+                found.append(sim.coordinator.attention(layer, *parts))
+            sim.coordinator.forward_end()
+        return found
+
+    expected, got = outputs(records=False), outputs(records=True)
+    assert all(map(torch.equal, got, expected))
+    *_, plain, recorded = calls
+    assert (recorded < plain / 2) == (name in ("sketch", "quest")), f"{recorded} calls of {plain}"

@@ -79,6 +79,10 @@ class DecodeRows(NamedTuple):
     dense: Tensor | None = None
     counts: Tensor | None = None
 
+    def slots_in(self, tails: Tensor, page_size: int) -> Tensor:
+        """Where new tokens go: device pages ``[..., R] int32`` times S, plus offset, int64."""
+        return torch.add(self.tail_lens.long() - 1, tails, alpha=page_size)
+
 
 class DiffTables(NamedTuple):
     """What to attend and what to load; -1 padded.

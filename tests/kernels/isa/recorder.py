@@ -51,6 +51,7 @@ class Recorder:
     def __init__(self) -> None:
         self.recorded: list[Recorded] = []
         self._library = _build.cpu_library()
+        self._names = kernel_names()
         self._seen: set[tuple[object, ...]] = set()
         self._test = ""
 
@@ -71,14 +72,14 @@ class Recorder:
         self._test = item.nodeid.partition("[")[0]
 
     def call(self, name: str, *arguments: object) -> Any:
-        """Call a function of the library, and record it if it gets tensors."""
+        """Call a function of the library, and record it if it is a kernel that gets tensors."""
         kernel = getattr(self._library, name)
         tensors = {
             x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
             for x in arguments
             if isinstance(x, Tensor)
         }
-        if not tensors or sum(tensors.values()) > _MOST_BYTES:
+        if name not in self._names or not tensors or sum(tensors.values()) > _MOST_BYTES:
             return kernel(*arguments)
         captured, outcome = Captured(name, arguments), "ok"
         try:

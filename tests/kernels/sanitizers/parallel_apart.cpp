@@ -16,13 +16,13 @@ namespace {
 
 constexpr int kThreads = 3;
 
+}  // namespace
+
 int64_t hold_openmp() { return 1; }
 void release_openmp(int64_t) {}
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hold_openmp, hold_openmp);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(release_openmp, release_openmp);
-
-}  // namespace
 
 int num_threads(int64_t items, double) {
   return static_cast<int>(std::clamp<int64_t>(items, 1, kThreads));
