@@ -100,6 +100,10 @@ class BaseSparseAlgorithm(ABC):
     #: Version of what the options do not say: formulas and constants of the entries of pages and of
     #: :meth:`select_prefill`. A store keeps what depends on them only with one. Not inherited.
     store_version: ClassVar[int | None] = None
+    #: Whether a CPU may record the kernel calls of a layer once and make them again in later steps
+    #: of the same shapes, without this class. So nothing but tensors that kernels read may decide:
+    #: no values in Python, no state, no random numbers. Not inherited.
+    recordable: ClassVar[bool] = False
     #: The most kernels that a selecting layer launches in a CUDA graph, attention included.
     #: ``hisparse plan`` estimates times with it. The default is that of ``summarize`` and ``score``
     #: of one operator or two.
@@ -114,6 +118,7 @@ class BaseSparseAlgorithm(ABC):
 
     def __init_subclass__(cls) -> None:
         cls.store_version = vars(cls).get("store_version")
+        cls.recordable = vars(cls).get("recordable", False)
 
     @classmethod
     def limits(cls) -> list[str]:

@@ -31,6 +31,7 @@ class Quest(RankedPagesAlgorithm):
     """
 
     store_version: ClassVar[int | None] = 1
+    recordable: ClassVar[bool] = True
     captured_launches: ClassVar[int] = 8
     kernels: ClassVar[tuple[str, ...]] = ("page_score", "page_summary")
 

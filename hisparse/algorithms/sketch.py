@@ -47,6 +47,7 @@ class Sketch(BaseSparseAlgorithm):
     """
 
     store_version: ClassVar[int | None] = 1
+    recordable: ClassVar[bool] = True
     captured_launches: ClassVar[int] = 8
     host_launches: ClassVar[int] = 36
     host_candidates: ClassVar[int] = 8

@@ -89,7 +89,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _run_tasks(arguments, methods)
     if arguments.limit is not None:
         raise ConfigError(
-            f"--limit: got {arguments.limit} without --tasks, expected tasks of lm-eval with it"
+            f"--limit: got {arguments.limit} with built-in tasks, expected --ruler or tasks of "
+            "lm-eval"
         )
     _check_different("--text", [file.stem for file in arguments.text])
     given = {file.stem: read_text(file, "--text") for file in arguments.text}

@@ -105,7 +105,8 @@ def kept_tensors(
     if algorithm.indexer and not of_model:
         raise AlgorithmError(
             f"{named(algorithm, 'representations')}: got {', '.join(kept) or 'none'} of source "
-            "'kv', expected source='model' for what the model's indexer gives (indexer is True)"
+            "'kv', expected source='model' for what the model's indexer gives (indexer is "
+            f"{algorithm.indexer!r})"
         )
     for name, options in config.extensions.items():
         kept |= EXTENSIONS.get(name).state(options, policy)

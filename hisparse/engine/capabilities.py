@@ -215,7 +215,7 @@ def check_indexer(name: str, config: HiSparseConfig, indexer: str) -> None:
     if asked and not indexer:
         raise ConfigError(
             f"algorithm {config.algorithm!r} asks the model's indexer, which {name} does not "
-            "have; expected a model such as DeepSeek-V3.2, or another algorithm"
+            f"have; expected a model with an indexer of kind {asked!r}, or another algorithm"
         )
     if asked != indexer:
         others = ", ".join(n for n in ALGORITHMS if ALGORITHMS.get(n).indexer == indexer)

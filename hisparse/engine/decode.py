@@ -88,7 +88,9 @@ class DecodeLayer:
             return set()
         if manager.checked or self._host or self._gather_queries or any(hooks):
             return set()
-        if self._policy.kv.dtype == torch.float16:  # Only PyTorch writes such outputs.
+        # PyTorch alone writes outputs of other dtypes.
+        written = self._policy.kv.dtype in (torch.float32, torch.bfloat16)
+        if not (self._algorithm.recordable and written):
             return set()
         layers = range(self._policy.kv.num_layers)
         return {x for x in layers if modes.selects(x) and modes.attended_by(x) == 1}

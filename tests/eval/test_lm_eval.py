@@ -169,8 +169,8 @@ def test_the_command_prints_the_scores(
     [
         (["--tasks", "none.yaml"], "unknown task 'none.yaml'"),
         (["--tasks", "x", "--limit", "0"], "--limit: got '0', expected a number of at least 1"),
-        (["--limit", "3"], "--limit: got 3 without --tasks"),
-        (["--tasks", "copy", "--limit", "3"], "--limit: got 3 without --tasks"),
+        (["--limit", "3"], "--limit: got 3 with built-in tasks"),
+        (["--tasks", "copy", "--limit", "3"], "--limit: got 3 with built-in tasks"),
         (["--tasks", "copy,ruler"], "--tasks: got copy, ruler, expected some of needle, multikey,"),
     ],
 )

@@ -148,7 +148,8 @@ class HostAttentionCall:
         self._function = library.host_function()
         numbers = (rule.scale, rule.logit_cap, rule.window, heads)
         self._call = library.prepare_attention(*self._tensors, *numbers)
-        weakref.finalize(self, library.drop_attention, self._call)
+        finalizer = weakref.finalize(self, library.drop_attention, self._call)
+        finalizer.atexit = False  # A stream may still make the call as the process ends.
 
     def launch(self, on: Tensor) -> None:
         """Put the call into the current stream of a tensor's device, or into a capture there.
