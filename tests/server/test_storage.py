@@ -75,8 +75,8 @@ def test_a_second_server_with_other_settings_reads_what_a_sparse_one_wrote(
 
     Representations come from the store to the algorithm that wrote them, and are built for others.
     """
-    prompt, stored = PROMPT, {"representations": "stored"}
-    with start(log_dir, "writer", tmp_path, SPARSE, storage=stored) as server:
+    prompt = PROMPT
+    with start(log_dir, "writer", tmp_path, SPARSE) as server:
         first = ask_and_store(server, prompt, 93)
         turns = prompt + first.ids + tokens(200, seed=9)
         second = server.generate(turns, NEW_TOKENS)
@@ -97,7 +97,7 @@ def test_a_second_server_with_other_settings_reads_what_a_sparse_one_wrote(
         server.flush_cache()
         exact = server.generate(turns, NEW_TOKENS)
         assert exact.cached == CACHED
-    with start(log_dir, "again", tmp_path, SPARSE, storage=stored) as server:
+    with start(log_dir, "again", tmp_path, SPARSE) as server:
         again = server.generate(prompt, NEW_TOKENS)
         assert (again.ids, again.cached) == (first.ids, CACHED)
         assert server.counted("storage_loaded_pages", "storage_built_pages") == (93, 0)
