@@ -22,7 +22,7 @@ from scripts.compile_cuda import ARCHS, FLAGS, parse
 from tests.sizes import SWEEPS
 
 ROOT = Path(__file__).parents[2]
-NUM_KERNELS = 47
+NUM_KERNELS = 56
 
 
 @pytest.fixture
