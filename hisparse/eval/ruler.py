@@ -239,8 +239,6 @@ class RulerEvaluation:
         wanted = [Method.dense(), *self.methods]
         keys = [RecordKey.of(p.name, method) for p in self.prompts for method in wanted]
         done, total = 0, sum(key not in found for key in keys)
-        for left in folder.glob("contexts-*"):  # By a run that was killed.
-            shutil.rmtree(left)
         enable(self.model, Method.dense().config, max_length=1024)
         try:
             for batch in self._batches():
