@@ -38,6 +38,7 @@ LAYERS = (
     ("hisparse.adapters",),
     ("hisparse.algorithms",),
     ("hisparse.kernels",),
+    ("hisparse.kvcm",),
     ("hisparse",),
 )
 #: Modules beside the layers.
@@ -125,6 +126,18 @@ def test_only_the_front_ends_import_their_frameworks() -> None:
                 continue
             for library in set(top) & set(allowed):
                 assert name.startswith(allowed[library]), f"{name} imports {library}"
+
+
+def test_the_cache_manager_stands_apart() -> None:
+    """Engines speak to it over the network: only its commands import it."""
+    using = {
+        name
+        for name in MODULES
+        if not name.startswith("hisparse.kvcm")
+        for target in imports_of(name)
+        if target.startswith("hisparse.kvcm")
+    }
+    assert using <= {"hisparse.cli.kvcm"}
 
 
 def test_functions_and_files_are_short() -> None:

@@ -7,7 +7,19 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from hisparse.cli import algorithms, bench, build, check, doctor, eval, plan, storage, top, trace
+from hisparse.cli import (
+    algorithms,
+    bench,
+    build,
+    check,
+    doctor,
+    eval,
+    kvcm,
+    plan,
+    storage,
+    top,
+    trace,
+)
 from hisparse.cli.terminal import OneLineParser
 from hisparse.errors import HiSparseError, one_line
 
@@ -22,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = OneLineParser(prog="hisparse", description="Hierarchical sparse attention for SGLang.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (algorithms, bench, build, check, doctor, eval, plan, storage, top, trace):
+    for module in (algorithms, bench, build, check, doctor, eval, kvcm, plan, storage, top, trace):
         module.add_parser(commands)
     arguments = parser.parse_args(argv)
     # A supervisor ends the command as Ctrl-C does: servers that a benchmark started are stopped.
