@@ -5,7 +5,6 @@ from hisparse.adapters.base import (
     Attended,
     BackendAdapter,
     TableLimits,
-    add_sinks,
     merge_attended,
 )
 from hisparse.adapters.choose import ChosenAdapter, choose_adapter
@@ -13,5 +12,5 @@ from hisparse.adapters.torch import TorchAdapter, TritonAdapter
 
 __all__ = [
     "ADAPTERS", "Attended", "BackendAdapter", "ChosenAdapter", "TableLimits", "TorchAdapter",
-    "TritonAdapter", "add_sinks", "choose_adapter", "merge_attended",
+    "TritonAdapter", "choose_adapter", "merge_attended",
 ]  # fmt: skip

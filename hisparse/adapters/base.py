@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from hisparse.kernels import cap_logits
+from hisparse.kernels import cap_logits, merge_attention
 from hisparse.kernels.operation import new_tensors
 from hisparse.registry import Registry
 from hisparse.types import Attention, AttentionRule, KVSpec, Pages, SelectionScope
@@ -29,38 +29,35 @@ class Attended(NamedTuple):
     lse: Tensor
 
 
-def add_sinks(attended: Attended, sinks: Tensor) -> Tensor:
-    """Let a logit without a value join the softmax, as in gpt-oss.
+def merge_attended(
+    a: Attended,
+    b: Attended | None = None,
+    *,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Attended:
+    """Merge attention over two disjoint parts of the keys, and add sinks; in float32.
 
-    Call it once for each layer and query, after all parts are merged: a sink belongs to the whole
-    softmax. Sinks are not scaled and not capped. https://arxiv.org/abs/2508.10925
+    Sinks are logits without a value that join the softmax, as in gpt-oss, neither scaled nor
+    capped; https://arxiv.org/abs/2508.10925. They belong to the whole softmax: add them once for
+    each layer and query, when all parts are merged.
 
     Args:
-        attended: attention over all keys.
-        sinks: logits, any floating dtype, that broadcast to ``attended.lse``: ``[Hq]`` for
-            ``lse [..., Hq]``.
+        a, b: the parts, out ``[R, Q, Dv]`` and lse ``[R, Q]``, -inf without keys; None: there is
+            one part.
+        sinks: ``[Q]``, any float dtype; None: there are none.
+        dtype: of the output; None: float32 for two parts, that of ``a`` for one.
 
     Returns:
-        out ``[..., Dv]`` in the dtype of ``attended.out``, scaled by the share of the keys; 0 for a
-        query without keys.
+        out ``[R, Q, Dv]``, 0 for a query without keys, and lse ``[R, Q]`` of the keys alone.
     """
-    out, lse = attended
-    shapes = [(lse.shape, torch.float32), (out.shape, out.dtype)]
-    share, scaled = new_tensors("sinks", shapes, out.device)
-    torch.sub(lse, sinks, out=share).sigmoid_()
-    return torch.mul(out, share[..., None], out=scaled)
-
-
-def merge_attended(a: Attended, b: Attended) -> Attended:
-    """Merge attention over two disjoint parts of the keys, in float32.
-
-    A part without keys has lse -inf. Outputs may be in 16 bits; the merged one is float32.
-    """
-    lse = torch.logaddexp(a.lse, b.lse)
-    # For two empty parts -inf - -inf is NaN; their weights must be 0.
-    weight_a = (a.lse - lse).exp().nan_to_num(0.0)[..., None]
-    weight_b = (b.lse - lse).exp().nan_to_num(0.0)[..., None]
-    return Attended((a.out * weight_a).addcmul_(b.out, weight_b), lse)
+    dtype = dtype or (a.out.dtype if b is None else torch.float32)
+    if b is not None or sinks is not None:
+        return Attended(*merge_attention(*a, *(b or ()), sinks=sinks, dtype=dtype))
+    if a.out.dtype == dtype:
+        return a
+    (cast,) = new_tensors("attended", [(a.out.shape, dtype)], a.out.device)
+    return Attended(cast.copy_(a.out), a.lse)
 
 
 class TableLimits(NamedTuple):

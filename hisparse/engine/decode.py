@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hisparse.adapters import Attended, add_sinks, merge_attended
+from hisparse.adapters import Attended, merge_attended
 from hisparse.algorithms import DecodeStep
 from hisparse.algorithms.step import AttentionMode
 from hisparse.engine.contract import blame, call, require_selection, retrieve
@@ -187,7 +187,7 @@ class DecodeLayer:
         with self._scratch, recorder:
             with self._serial:
                 self._append(layer_id, step, k, v)
-            attended = self._attended("sparse", layer_id, step.by_mode["sparse"], q, True)
+            (attended,) = self._attended("sparse", layer_id, step.by_mode["sparse"], q, True)
             call_cpu("write_output", attended.out.float().contiguous(), out)
         if recorder.joined is None:
             self.recordable.clear()  # Layers are alike.
@@ -229,12 +229,15 @@ class DecodeLayer:
             if self._host is not None and self._host.attends_contexts:
                 attend = self._host.attend_contexts
             return attend(layer_id, q, step, sinks).to(q.dtype)
-        return self._output(self._attended(mode, layer_id, step, q, waits), q, sinks)
+        heads = q.shape[0], self._policy.kv.num_q_heads
+        parts = self._attended(mode, layer_id, step, q, waits)
+        by_head = (Attended(x.out.reshape(*heads, -1), x.lse.reshape(heads)) for x in parts)
+        return merge_attended(*by_head, sinks=sinks, dtype=q.dtype).out
 
     def _attended(
         self, mode: AttentionMode, layer_id: int, step: DecodeStep, q: Tensor, waits: bool
-    ) -> Attended:
-        """Select, load, and attend on the device."""
+    ) -> Sequence[Attended]:
+        """Select, load, and attend ``q [B, Hq, D]``; one or two parts, a row a query group."""
         sparse = mode == "sparse"
         if sparse and self._modes.selects(layer_id):
             step.cache.selection = None  # Frees its memory for the next one.
@@ -251,30 +254,22 @@ class DecodeLayer:
                     tail_below=self._policy.tail_below if sparse else None,
                     waits=waits or not sparse,
                 )
-                attended = self._attend(layer_id, queries, tables)
+                parts = self._attend(layer_id, queries, tables)
             except Exception as error:
                 blame(error, layer_id, selection, step, self._algorithm)
                 raise
-        if sparse:
-            assert selection is not None, "the first layer of a group selects"
-            for extension in self._after_attention:
-                attended = call(
-                    extension.after_attention,
-                    layer_id, layer_id, queries, selection, step, attended,
-                )  # fmt: skip
-        return attended
+        if not (sparse and self._after_attention):
+            return parts
+        assert selection is not None, "the first layer of a group selects"
+        attended = merge_attended(*parts)
+        for extension in self._after_attention:
+            attended = call(
+                extension.after_attention,
+                layer_id, layer_id, queries, selection, step, attended,
+            )  # fmt: skip
+        return [attended]
 
-    def _output(self, attended: Attended, q: Tensor, sinks: Tensor | None) -> Tensor:
-        """``[R, Q, Dv]`` -> ``[B, Hq, Dv]`` in the dtype of q."""
-        out = attended.out.reshape(q.shape[0], self._policy.kv.num_q_heads, -1)
-        if sinks is not None:
-            out = add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks)
-        if out.dtype == q.dtype:
-            return out
-        (cast,) = new_tensors("attended", [(out.shape, q.dtype)], q.device)
-        return cast.copy_(out)
-
-    def _attend(self, layer_id: int, queries: Tensor, tables: DiffTables) -> Attended:
+    def _attend(self, layer_id: int, queries: Tensor, tables: DiffTables) -> Sequence[Attended]:
         """Attend ``queries [R, Q, D]`` on the device; the CPU attends what is away, if any."""
         stored, rule = self._manager.device.stored(layer_id), self._policy.layer_rules[layer_id]
         away = None
@@ -283,7 +278,7 @@ class DecodeLayer:
             # After that on the side stream: the next step needs it, this one needs the attention.
             self._manager.loader.load_aside(layer_id, tables)
         attended = self._attend_pages(queries, stored, tables.attended, tables.seq_lens, rule)
-        return attended if away is None else merge_attended(attended, away.join())
+        return [attended] if away is None else [attended, away.join()]
 
     def raise_host_error(self) -> None:
         """Raise what went wrong where the CPU attended pages in earlier steps, if anything did."""
@@ -372,7 +367,7 @@ class DecodeLayer:
                 new = self._adapter.attend(q[one], pages, table, lens, self._policy.attention_rule)
                 attended = new if attended is None else merge_attended(attended, new)
             assert attended is not None, "a context has a token"
-            out[one] = attended.out if sinks is None else add_sinks(attended, sinks)
+            out[one] = merge_attended(attended, sinks=sinks).out
         return out
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hisparse.adapters import Attended, TorchAdapter, add_sinks
+from hisparse.adapters import Attended, TorchAdapter, merge_attended
 from hisparse.algorithms import DecodeStep, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
 from hisparse.cache.allocate import zeros
@@ -83,7 +83,7 @@ class HostAttention:
             manager.counters.add("streamed_decode_bytes", num_bytes)
             table = step.host_page_table[one, :count]
             part = self._attend_tokens(q[one], stored, table, lens[one], self._rule)
-            parts.append(part.out if sinks is None else add_sinks(part, sinks))
+            parts.append(merge_attended(part, sinks=sinks).out)
         return torch.cat(parts)
 
 

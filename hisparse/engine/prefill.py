@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.adapters import Attended, add_sinks, merge_attended
+from hisparse.adapters import Attended, merge_attended
 from hisparse.algorithms import PrefillStep
 from hisparse.cache import Tile
 from hisparse.engine.contract import call, check_positions
@@ -99,8 +99,7 @@ class Prefill:
             positions = call(self._select[layer_id], layer_id, layer_id, step)
             check_positions(positions, self._components.algorithm, layer_id, step)
             attended = self._attend(layer_id, chunk, *new, positions)
-            out = attended.out if sinks is None else add_sinks(attended, sinks)
-            outputs.append(out.to(q.dtype))
+            outputs.append(merge_attended(attended, sinks=sinks, dtype=q.dtype).out)
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -1,4 +1,4 @@
-"""Parts that are merged, and ``add_sinks``: a softmax with one more key, whose value is 0."""
+"""Parts that are merged, and sinks: a softmax with one more key, whose value is 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse.adapters import Attended, add_sinks, merge_attended
+from hisparse.adapters import Attended, merge_attended
 from tests.sizes import sized
 
 
@@ -37,7 +37,9 @@ def test_a_sink_is_a_key_whose_value_is_nothing(
     values = torch.randn(9, 5, generator=rng).double()
     sinks = (torch.randn(heads, generator=rng) * spread + level).to(torch.bfloat16)
     parts = [attend(logits[..., keys], values[keys]) for keys in (slice(split), slice(split, 9))]
-    out = add_sinks(merge_attended(*parts), sinks)
+    out = merge_attended(*parts, sinks=sinks).out
+    later = merge_attended(merge_attended(*parts), sinks=sinks).out
+    assert_close(later, out, rtol=0, atol=0)
     column = sinks.double().expand(queries, heads)[..., None]
     expected = attend(
         torch.cat([logits, column], -1), torch.cat([values, torch.zeros(1, 5).double()])
@@ -49,11 +51,13 @@ def test_a_sink_is_a_key_whose_value_is_nothing(
 def test_a_query_without_keys_attends_the_sink_alone() -> None:
     sinks = torch.tensor([0.5, -2.0])
     empty = Attended(torch.zeros(3, 2, 4), torch.full((3, 2), -torch.inf))
-    assert_close(add_sinks(merge_attended(empty, empty), sinks), torch.zeros(3, 2, 4))
+    assert_close(merge_attended(empty, empty, sinks=sinks).out, torch.zeros(3, 2, 4))
 
 
-def test_the_dtype_of_the_output_stays() -> None:
+def test_the_dtype_of_one_part_s_output_stays() -> None:
     attended = Attended(torch.ones(1, 2, 4, dtype=torch.bfloat16), torch.zeros(1, 2))
-    out = add_sinks(attended, torch.zeros(2, dtype=torch.bfloat16))
+    assert merge_attended(attended) is attended
+    out = merge_attended(attended, sinks=torch.zeros(2, dtype=torch.bfloat16)).out
     assert out.dtype == torch.bfloat16
     assert (out == 0.5).all()
+    assert merge_attended(attended, attended).out.dtype == torch.float32

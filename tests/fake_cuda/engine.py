@@ -85,6 +85,7 @@ class FakeEngine:
         settings: more settings, by key of the configuration.
         rule: how layers attend; None: only by the scale.
         adapter: attends, unless there is a rule.
+        sinks: whether heads have sinks.
     """
 
     launches: Launches
@@ -96,6 +97,7 @@ class FakeEngine:
     settings: Mapping[str, Any] = field(default_factory=dict)
     rule: AttentionRule | None = None
     adapter: str = "triton"
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         size = self.spec.page_size
@@ -200,6 +202,7 @@ class FakeEngine:
     def _layers(self, tokens: int) -> list[Tensor]:
         spec, kind = self.spec, {"dtype": self.spec.dtype, "device": CUDA}
         outs = []
+        sinks = torch.empty(spec.num_q_heads, **kind) if self.sinks else None
         for layer in range(spec.num_layers):
             q = torch.empty(tokens, spec.num_q_heads, spec.head_dim, **kind)
             k = torch.empty(tokens, spec.num_kv_heads, spec.head_dim, **kind)
@@ -212,7 +215,7 @@ class FakeEngine:
             )
             with self.launches.layer(layer):
                 given = indexer if self.algorithm.indexer else None
-                out = self.coordinator.attention(layer, q, k, v, given)
+                out = self.coordinator.attention(layer, q, k, v, given, sinks)
             assert out.device == CUDA and out.dtype == spec.dtype
             assert out.shape == (tokens, spec.num_q_heads, spec.v_head_dim)
             outs.append(out)

@@ -85,6 +85,8 @@ class Setting:
         context: tokens of a request.
         extensions: names.
         rule: how layers attend; None: only by the scale.
+        miss: the setting.
+        sinks: whether heads have sinks.
     """
 
     algorithm: str
@@ -98,6 +100,8 @@ class Setting:
     context: int = 6000
     extensions: tuple[str, ...] = ()
     rule: AttentionRule | None = None
+    miss: str = "transfer"
+    sinks: bool = False
 
     def build(self) -> BaseSparseAlgorithm:
         """The algorithm."""
@@ -128,6 +132,8 @@ SHORT = (
     Setting(algorithm="sketch", kind="MLA", page_size=64),
     Setting(algorithm="dsa", kind="MLA", page_size=1),
     Setting(algorithm="quest", rule=_WINDOW),
+    Setting(algorithm="quest", miss="host"),
+    Setting(algorithm="quest", miss="host", sinks=True),
 )  # fmt: skip
 #: What ``make test-all PART=compile`` compiles.
 WHOLE = (
@@ -150,6 +156,8 @@ WHOLE = (
       _models("quest", 16, dtype=dtype, rule=rule)),
     *_models("quest", 16, kv_cache_dtype="fp8_e4m3", rule=_WINDOW),
     *(Setting(algorithm="quest", kind="Gemma 2", rule=rule) for rule in (_CAPPED, _WINDOW)),
+    *(s for miss in ("transfer", "host") for dtype in (torch.bfloat16, torch.float32) for s in
+      _models("quest", 16, dtype=dtype, miss=miss, sinks=True)),
 )  # fmt: skip
 
 
@@ -175,8 +183,12 @@ def variants(settings: tuple[Setting, ...], capability: tuple[int, int]) -> list
                 setting.scope,
                 batch=setting.batch,
                 context=setting.context,
-                settings={"extensions": {name: True for name in setting.extensions}},
+                settings={
+                    "extensions": {name: True for name in setting.extensions},
+                    "miss": setting.miss,
+                },
                 rule=setting.rule,
+                sinks=setting.sinks,
             )
             size = setting.page_size
             # A dense context, full tail pages, and widths that are no multiples of 16.

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from hisparse.cache.host_pool import HOST_LAYOUTS
 from hisparse.errors import HiSparseError
-from hisparse.kernels import dequantize, paged_attention, quantize
+from hisparse.kernels import dequantize, merge_attention, paged_attention, quantize
 from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
 
 #: Triton's interpreter takes a second for what a kernel does in a microsecond.
@@ -271,3 +271,48 @@ def test_a_rule_that_cannot_be_is_refused() -> None:
         AttentionRule(1.0, -1.0)
     with pytest.raises(HiSparseError, match=r"got window -1, expected 0 \(none\) or more"):
         AttentionRule(1.0, 0.0, -1)
+
+
+# More than a program merges, and widths that are no powers of two.
+@pytest.mark.parametrize("shape", [(3, 5, 24), (37, 4, 128), (2, 8, 512)], ids=str)
+@pytest.mark.parametrize("dtypes", [(BF16, FP32, BF16), (FP16, FP16, FP32), (FP32, FP32, FP32)])
+@pytest.mark.parametrize("parts", ["two", "two-and-sinks", "sinks"])
+def test_parts_merge_to_the_whole(
+    impl: str, shape: tuple[int, int, int], dtypes: tuple[torch.dtype, ...], parts: str
+) -> None:
+    """Against a softmax over both parts' keys; some queries have none, in one part or in both."""
+    torch.manual_seed(0)
+    rows, queries, width = shape
+    # As flash attention returns them: heads before tokens.
+    outs = [torch.randn(queries, rows, width).transpose(0, 1).to(x) for x in dtypes[:2]]
+    lses = [torch.randn(queries, rows).T * 20 for _ in outs]
+    for lse, out, empty in zip(lses, outs, (slice(0, 2), slice(1, 3)), strict=True):
+        lse[empty, 1:], out[empty, 1:] = -torch.inf, 0.0
+    sinks = (torch.randn(queries) * 20).to(dtypes[0]) if "sinks" in parts else None
+    if parts == "sinks":
+        del outs[1:], lses[1:]
+    given = [x for each in zip(outs, lses, strict=True) for x in each]
+    out, total = merge_attention(*given, sinks=sinks, dtype=dtypes[2], impl=impl)
+    logits = torch.stack(lses).double()
+    want_lse = logits.logsumexp(0)
+    share = want_lse if sinks is None else torch.logaddexp(want_lse, sinks.double())
+    weights = (logits - share.nan_to_num(neginf=0.0)).exp()
+    want = (weights[..., None] * torch.stack([x.double() for x in outs])).sum(0)
+    assert out.dtype == dtypes[2] and out.shape == shape
+    rtol, atol = (1e-2, 1e-3) if dtypes[2] == BF16 else (1e-4, 2e-5)
+    assert_close(out.double(), want, rtol=rtol, atol=atol)
+    assert_close(total.double(), want_lse, rtol=1e-5, atol=2e-5)
+
+
+def test_what_is_no_number_stays_none(impl: str) -> None:
+    """A query's own output: NaN in one part is not hidden by the other."""
+    lse, none = torch.zeros(2, 2), torch.tensor([[torch.nan, 0.0], [0.0, -torch.inf]])
+    out, total = merge_attention(torch.ones(2, 2, 8), none, torch.ones(2, 2, 8), lse, impl=impl)
+    assert out[0, 0].isnan().all() and total[0, 0].isnan()
+    assert_close(out.flatten(0, 1)[1:], torch.ones(3, 8))
+
+
+def test_no_queries_have_no_output(impl: str) -> None:
+    out, lse = torch.ones(0, 2, 8), torch.zeros(0, 2)
+    merged = merge_attention(out, lse, out, lse, impl=impl)
+    assert [x.shape for x in merged] == [(0, 2, 8), (0, 2)]

@@ -15,7 +15,10 @@ from hisparse.kernels.operation import Operation
 from hisparse.kernels.quantize.op import STORED, check_scales
 from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
 
-__all__ = ["HostAttentionCall", "chunk_attention", "paged_attention", "raise_host_error"]
+__all__ = [
+    "HostAttentionCall", "chunk_attention", "merge_attention", "paged_attention",
+    "raise_host_error",
+]  # fmt: skip
 
 
 def _pages_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -43,6 +46,11 @@ def _keys_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
             f"k: got {keys} keys, expected one for each of {tokens} queries and of {-first_key} "
             "tokens before them"
         )
+
+
+def _parts_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    if (tensors["other_out"] is None) != (tensors["other_lse"] is None):
+        raise KernelError("other_lse: got one of other_out and other_lse, expected both or none")
 
 
 PAGED_ATTENTION = Operation(
@@ -73,6 +81,16 @@ CHUNK_ATTENTION = Operation(
         query.float(), k, v, causal, rule.scale, rule.logit_cap, rule.window, first_key
     ),
     also=_keys_fit,
+)
+MERGE_ATTENTION = Operation(
+    __name__,
+    "merge_attention",
+    Arg("out", "R Q Dv", *FLOATS, layout="any"),
+    Arg("lse", "R Q", torch.float32, layout="any"),
+    Arg("other_out", "R Q Dv", *FLOATS, optional=True, layout="any"),
+    Arg("other_lse", "R Q", torch.float32, optional=True, layout="any"),
+    Arg("sinks", "Q", optional=True, layout="any"),
+    also=_parts_fit,
 )
 
 
@@ -207,3 +225,33 @@ def chunk_attention(
         rule = AttentionRule(rule.scale, rule.logit_cap)
     out, lse = run(query, k, v, causal, rule, first_key)
     return out, lse
+
+
+def merge_attention(
+    out: Tensor,
+    lse: Tensor,
+    other_out: Tensor | None = None,
+    other_lse: Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Merge attention over two disjoint parts of the keys, by log-sum-exp, and add sinks.
+
+    Args:
+        out, other_out: ``[R, Q, Dv]``, float32, bfloat16 or float16, what each part attended; any
+            strides. None: there is one part.
+        lse, other_lse: ``[R, Q] float32``, natural log-sum-exp of a part's logits; -inf without
+            keys.
+        sinks: ``[Q]``, any float dtype, a logit without a value for each query head; None: there
+            are none.
+        dtype: of the merged output, which is computed in float32.
+
+    Returns:
+        out ``[R, Q, Dv]``, scaled by the keys' share if there are sinks, 0 without keys; and lse
+        ``[R, Q] float32`` of the keys, -inf without any.
+    """
+    tensors = out, lse, other_out, other_lse, sinks
+    merged, total = MERGE_ATTENTION(impl, *tensors)(*tensors, dtype)
+    return merged, total

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from hisparse.kernels.operation import new_tensors
 from hisparse.kernels.quantize.reference import read_scales
 from hisparse.types import AttentionRule, StoredKV
 
@@ -89,6 +90,29 @@ def chunk_attention(
         out[start:end] = block.flatten(0, 1).transpose(0, 1)
         lse[start:end] = block_lse.flatten(0, 1).transpose(0, 1)
     return out, lse
+
+
+def merge_attention(
+    out: Tensor,
+    lse: Tensor,
+    other_out: Tensor | None,
+    other_lse: Tensor | None,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.merge_attention`."""
+    if other_out is not None and other_lse is not None:
+        merged = torch.logaddexp(lse, other_lse)
+        # As above: for two parts without keys, weights have to be 0.
+        shift = merged.masked_fill(merged == -torch.inf, 0.0)
+        weight, other_weight = ((x - shift).exp_()[..., None] for x in (lse, other_lse))
+        out, lse = (out * weight).addcmul_(other_out, other_weight), merged
+    if sinks is None:
+        return out.to(dtype), lse
+    shapes = [(lse.shape, torch.float32), (out.shape, dtype)]
+    share, scaled = new_tensors("sinks", shapes, out.device)
+    torch.sub(lse, sinks, out=share).sigmoid_()
+    return torch.mul(out, share[..., None], out=scaled), lse
 
 
 def cap_logits(logits: Tensor, cap: float) -> Tensor:

@@ -22,6 +22,7 @@ from hisparse.kernels.attention.triton_splits import (
     range_of_split,
     store_attended,
 )
+from hisparse.kernels.attention.triton_splits import merge_attention as merge_attention
 from hisparse.kernels.triton_common import (
     INTERPRETED,
     LARGEST_SHARED,

@@ -1,6 +1,7 @@
-"""Splits of a row's attention: how many there are, and how the program that ends last merges."""
+"""Splits of a row's attention: how many there are, and how they merge; a merge of two parts."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,11 +14,53 @@ from hisparse.kernels.triton_common import rounded
 _MIN_SPLIT_TOKENS = 128
 #: Elements that a program merges at once: 32 registers a thread with 4 warps.
 _MERGED_AT_ONCE = 4096
+#: Elements of a program that merges two parts: eight a thread.
+_PART_ELEMENTS = 1024
 #: Counters of a device at least: 64 KiB, more than most configurations ever need.
 _MIN_COUNTERS = 1 << 14
 
 #: By device, all that were made: a captured graph holds the address of those it was captured with.
 _made: dict[torch.device, list[Tensor]] = {}
+
+
+class _MergeConstants(NamedTuple):
+    """What the kernel that merges two parts is compiled for."""
+
+    lines: int  # outputs that a program merges
+    width: int  # Dv, of an output
+    block: int  # the same, rounded up to a power of two
+    both: bool  # whether there are two parts
+    sinks: bool  # whether there are sinks
+
+
+def merge_attention(
+    out: Tensor,
+    lse: Tensor,
+    other_out: Tensor | None,
+    other_lse: Tensor | None,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.merge_attention`; a program merges 1,024 numbers or a head."""
+    rows, queries, width = out.shape
+    results = out.new_empty(out.shape, dtype=dtype), lse.new_empty(lse.shape)
+    if out.numel() == 0:
+        return results
+    both = other_out is not None and other_lse is not None
+    block = triton.next_power_of_2(width)
+    lines = max(1, _PART_ELEMENTS // block)
+    parts = [(x, *x.stride()) for x in (out, lse)]
+    others = [(x, *x.stride()) for x in (other_out, other_lse) if x is not None]
+    _merge_kernel[(triton.cdiv(rows * queries, lines),)](
+        tuple(parts),
+        # What there is not is not read.
+        tuple(others or parts),
+        (lse, 0) if sinks is None else (sinks, *sinks.stride()),
+        results,
+        (rows * queries, queries),
+        _MergeConstants(lines, width, block, both, sinks is not None),
+    )
+    return results
 
 
 def num_splits(
@@ -147,3 +190,49 @@ def merge_last(
         target = row * queries + first + member
         store_attended(results, target, acc / some[:, None], summed, asked, const.value_width)
         tl.store(arrival, 0)
+
+
+@triton.jit
+def _load_part(part, line, queries, there, const: tl.constexpr):
+    """Outputs ``[lines, channels]`` and log-sum-exps ``[lines]`` of a part, float32."""
+    out, out_row, out_query, out_dim = part[0]
+    lse, lse_row, lse_query = part[1]
+    BLOCK: tl.constexpr = const.block
+    row, query, dim = line // queries, line % queries, tl.arange(0, BLOCK)
+    source = out + (row * out_row + query * out_query)[:, None] + (dim * out_dim)[None, :]
+    seen = there[:, None] & (dim < const.width)[None, :]
+    x = tl.load(source, mask=seen, other=0.0).to(tl.float32)
+    summed = tl.load(lse + row * lse_row + query * lse_query, mask=there, other=-float("inf"))
+    return x, summed
+
+
+@triton.jit
+def _merge_kernel(
+    part,  # out [R, Q, Dv] with its strides, and lse [R, Q] with its
+    other,  # the same, if there are two parts
+    sinks,  # [Q] with its stride, if there are any
+    results,  # out [R, Q, Dv] and lse [R, Q], dense
+    numbers,  # R * Q, Q
+    const: tl.constexpr,
+):
+    LINES: tl.constexpr = const.lines
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    there = line < numbers[0]
+    acc, top = _load_part(part, line, numbers[1], there, const)
+    own = top
+    if const.both:
+        x, lse = _load_part(other, line, numbers[1], there, const)
+        top = tl.maximum(own, lse)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.exp(own - shift)
+    acc *= total[:, None]
+    if const.both:
+        weight = tl.exp(lse - shift)
+        total += weight
+        acc += x * weight[:, None]
+    summed = tl.where(total == 0, -float("inf"), shift + tl.log(tl.where(total == 0, 1.0, total)))
+    if const.sinks:
+        logits = tl.load(sinks[0] + line % numbers[1] * sinks[1], mask=there, other=0.0)
+        total += tl.exp(logits.to(tl.float32) - shift)
+    acc /= tl.where(total == 0, 1.0, total)[:, None]
+    store_attended(results, line, acc, summed, there, const.width)
