@@ -209,7 +209,7 @@ class KernelsBench(ModelShape):
 
     def _sketch_score(self) -> _Work:
         pages, size = self.context // self.page_size, self.page_size
-        layout = SketchLayout(self.head_dim, size, round(Sketch.detail * self.head_dim))
+        layout = SketchLayout(self.head_dim, size, round(Sketch.detail * self.head_dim), False)
         shape = (pages, self.kv_heads, layout.num_bytes)
         sketch = torch.empty(shape, dtype=torch.uint8)
         keys = torch.randn(pages, size, self.kv_heads, self.head_dim)

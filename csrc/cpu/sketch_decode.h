@@ -18,7 +18,8 @@ namespace hisparse {
 constexpr int32_t kTile = 8;
 constexpr int32_t kQueries = 4;  // of a group, at a time
 constexpr float kLog2E = 1.44269504f;
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI2__) && defined(__AVX512VL__)
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && \
+    defined(__AVX512VL__)
 #define HISPARSE_SKETCH_AVX512
 constexpr int32_t kChannels = 64, kPlaces = 64;  // of queries, and of what is chosen, in a register
 #else
@@ -99,13 +100,63 @@ HISPARSE_INLINE uint8_t largest(const uint8_t* bytes, int32_t count) {
 #endif
 }
 
+#ifdef HISPARSE_SKETCH_AVX512
+// The level of each scale, by how many codes it is below the least one that is a larger power of
+// two: beyond 56 none. Halves are rounded to even numbers.
+constexpr auto make_levels() {
+  struct Levels { uint8_t of[64]; } levels{};
+  for (int32_t below = 1; below < 64; ++below) {
+    const int32_t power = (below + 7) / 8, unit = kBlock << power;
+    const int32_t twice = 2 * kTopLevel * (kBlock + kBlock * power - below);
+    const int32_t whole = (twice + unit) / (2 * unit);
+    const bool tie = (twice + unit) % (2 * unit) == 0;
+    levels.of[below] = static_cast<uint8_t>(whole - (tie ? whole % 2 : 0));
+  }
+  return levels;
+}
+constexpr auto kLevels = make_levels();
+static_assert(kBlock == 8, "codes of scales in a power of two");
+
 // The scales of the detailed channels as levels: whole numbers, of which kTopLevel stands for the
 // power of two above the largest scale.
 template <typename Layout>
 HISPARSE_NOINLINE void decode_levels(Tile<Layout>& tile) {
   const int32_t channels = tile.layout().num_channels, count = tile.count, places = tile.places();
   uint8_t *levels = tile.levels.data(), *all = tile.multiples.data();
+  const __m512i table = _mm512_loadu_si512(kLevels.of);
+  Bytes lanes;  // of each lane's four bytes, the lane
+  for (int i = 0; i < 64; ++i) lanes[i] = static_cast<uint8_t>(i / 4);
+  constexpr __mmask64 once = 0xaaaaaaaaaaaaaaaa, twice = 0xcccccccccccccccc;  // of 0, 1, 2, 3 times
   for (int32_t i = 0; i < count; ++i, levels += places, all += 4 * places) {
+    const uint8_t* codes = tile.sketches[i] + tile.layout().channel_scales();
+    const uint32_t power = largest(codes, channels) / 8u + 1;
+    tile.unit[i] = bit_cast<float>((power + kScaleOffset / 8) << 23) / kTopLevel;
+    const __m512i above = _mm512_set1_epi8(static_cast<char>(8 * power));
+    for (int32_t at = 0; at < channels; at += 64) {
+      const int32_t left = channels - at;
+      const __mmask64 some = left < 64 ? (1ull << left) - 1 : ~0ull;
+      const __m512i below = _mm512_sub_epi8(above, _mm512_maskz_loadu_epi8(some, codes + at));
+      const __m512i index = _mm512_min_epu8(below, _mm512_set1_epi8(63));
+      const __m512i level = _mm512_maskz_permutexvar_epi8(some, index, table);
+      const __m512i doubled = _mm512_add_epi8(level, level);
+      _mm512_store_si512(levels + at, level);
+      for (int32_t lane = 0; lane < std::min(left, 64); lane += kLanes) {
+        const auto which = bit_cast<__m512i>(lanes + static_cast<uint8_t>(lane));
+        const __m512i odd = _mm512_maskz_permutexvar_epi8(once, which, level);
+        const __m512i more = _mm512_permutexvar_epi8(which, doubled);
+        _mm512_store_si512(all + 4 * (at + lane), _mm512_mask_add_epi8(odd, twice, odd, more));
+      }
+    }
+  }
+}
+#else
+// The scales of the detailed channels as levels: whole numbers, of which kTopLevel stands for the
+// power of two above the largest scale.
+template <typename Layout>
+HISPARSE_NOINLINE void decode_levels(Tile<Layout>& tile) {
+  const int32_t channels = tile.layout().num_channels, count = tile.count, places = tile.places();
+  uint8_t* all = tile.multiples.data();
+  for (int32_t i = 0; i < count; ++i, all += 4 * places) {
     const uint8_t* codes = tile.sketches[i] + tile.layout().channel_scales();
     const uint32_t top = largest(codes, channels) + static_cast<uint32_t>(kScaleOffset);
     const uint32_t exponent = top / 8 + 1;
@@ -116,9 +167,6 @@ HISPARSE_NOINLINE void decode_levels(Tile<Layout>& tile) {
       const Floats level = scales_at(own) * inverse + 8388608.0f;
       const Ints whole = bit_cast<Ints>(level) & 255;
       const Bytes some = multiples(whole);
-#ifdef HISPARSE_SKETCH_AVX512
-      store_bytes(levels + at, bit_cast<Words>(whole));
-#endif
       std::memcpy(all + 4 * at, &some, sizeof(some));
     };
     if (channels >= kLanes) {
@@ -131,11 +179,11 @@ HISPARSE_NOINLINE void decode_levels(Tile<Layout>& tile) {
       uint8_t copy[kLanes] = {};
       std::copy_n(codes, channels, copy);
       decode(copy, 0);
-      std::fill_n(levels + channels, kLanes - channels, uint8_t{0});
       std::fill_n(all + 4 * channels, 4 * (kLanes - channels), uint8_t{0});
     }
   }
 }
+#endif
 
 // Four bytes for each of up to four channels.
 HISPARSE_INLINE void copy_codes(const uint8_t* packed, int32_t row, int32_t channels, int32_t left,

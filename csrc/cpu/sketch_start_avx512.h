@@ -1,5 +1,5 @@
-// The same as sketch_start.h where AVX-512 multiplies and compresses bytes. A query has 16 bits a
-// channel: both bytes multiply base values, and the high one alone multiplies codes.
+// The same as sketch_start.h where AVX-512 compresses bytes. A query has 16 bits a channel, which
+// multiply base values; the high eight alone multiply codes.
 #pragma once
 
 #include "simd.h"
@@ -19,15 +19,16 @@ struct Queries {
   int32_t width;
   int32_t blocks;         // of kQueries queries that share a KV head
   Buffer<int8_t> high;    // [KV heads of all requests, blocks, kQueries, width]
-  Buffer<int8_t> low;     // the same: 256 times `high` plus `low` is 256 / units times the query
-  Buffer<int32_t> zero;   // [.., width / 4]: -128 times the sums over four channels
+  // 256 times `high` and what it lacks: 256 / units times the query. Of every 64 channels those of
+  // even number come first.
+  Buffer<int16_t> whole;
   Buffer<float> units;    // [KV heads of all requests, blocks, kQueries]: times `high` the query
 
   // queries [heads * group, dim], to be multiplied by `factor`
   Queries(const float* queries, float factor, int64_t heads, int32_t group, int32_t dim)
       : width(round_up(dim, kChannels)), blocks(round_up(group, kQueries) / kQueries),
-        high(heads * blocks * kQueries * width), low(heads * blocks * kQueries * width),
-        zero(heads * blocks * kQueries * width / 4), units(heads * blocks * kQueries) {
+        high(heads * blocks * kQueries * width), whole(heads * blocks * kQueries * width),
+        units(heads * blocks * kQueries) {
     for (int64_t i = 0; i < heads * group; ++i) {
       const float* query = queries + i * dim;
       float top = 0;
@@ -37,13 +38,13 @@ struct Queries {
       const float scale = top > 0 ? 127 / top : 0;
       const auto rounded = [](float x) { return static_cast<int32_t>(x + (x < 0 ? -0.5f : 0.5f)); };
       for (int32_t d = 0; d < dim; ++d) {
-        // The high byte as other processors round it; the low one may then miss by one.
+        // The high byte as other processors round it; the rest may then miss by one.
         const float exact = query[d] * factor * scale;
         const int32_t upper = rounded(exact);
         const int32_t lower = std::clamp(rounded(exact * 256) - 256 * upper, -128, 127);
         high.data()[own * width + d] = static_cast<int8_t>(upper);
-        low.data()[own * width + d] = static_cast<int8_t>(lower);
-        zero.data()[(own * width + d) / 4] -= 128 * (256 * upper + lower);
+        const int32_t place = d / 64 * 64 + d % 2 * 32 + d % 64 / 2;
+        whole.data()[own * width + place] = static_cast<int16_t>(256 * upper + lower);
       }
     }
   }
@@ -79,6 +80,7 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
   const int32_t ahead = done == 0 ? l.channels() : 0;
   const uint8_t* levels = tile.levels.data();
   uint8_t* chosen = tile.chosen.data();
+  Floats products[kTile][kQueries];
   using Four = Vec<float, kQueries>;
   for (int32_t i = 0; i < count; ++i, chosen += kQueries * stride) {
     // A little at a time: a processor waits if many reads are under way.
@@ -87,50 +89,49 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
     }
     const uint8_t* sketch = tile.sketches[i];
     const int64_t first = (tile.heads[i] * queries.blocks + done / kQueries) * kQueries;
-    const int8_t *high = queries.high.data() + first * width;
-    const int8_t *low = queries.low.data() + first * width;
-    const int32_t* zero = queries.zero.data() + first * width / 4;
-    Floats products[kQueries] = {};
+    const int8_t* high = queries.high.data() + first * width;
+    const int16_t* whole = queries.whole.data() + first * width;
+    Floats sums[G] = {};
     int32_t place = 0;
     for (int32_t d = 0; d < width; d += kChannels) {
       uint64_t mask = 0;
       std::memcpy(&mask, sketch + l.mask() + d / 8, std::min(8, l.blocks() - d / 8));
-      // Unsigned, as one factor has to be: 128 more.
-      const __m512i base = _mm512_xor_si512(load_bytes(sketch + d, l.dim - d),
-                                            _mm512_set1_epi8(static_cast<char>(0x80)));
+      // As 16-bit numbers; a 32-bit lane has channels of one block.
+      const __m512i base = load_bytes(sketch + d, l.dim - d);
+      const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(base, 8), 8);
+      const __m512i odd = _mm512_srai_epi16(base, 8);
       const Floats scale = block_scales(sketch + l.block_scales() + d / 8, l.blocks() - d / 8);
-      for (int g = 0; g < G; ++g) {
+      unroll<G>([&](auto g) HISPARSE_INLINED {
+        const int16_t* own = whole + g * width + d;
+        const __m512i half = _mm512_madd_epi16(even, _mm512_load_si512(own));
+        const __m512i sum = _mm512_dpwssd_epi32(half, odd, _mm512_load_si512(own + 32));
+        sums[g] += __builtin_convertvector(bit_cast<Ints>(sum), Floats) * scale;
         const __m512i upper = _mm512_load_si512(high + g * width + d);
-        const __m512i lower = _mm512_load_si512(low + g * width + d);
-        const __m512i start = _mm512_load_si512(zero + (g * width + d) / 4);
-        const __m512i much = _mm512_dpbusd_epi32(_mm512_setzero_si512(), base, upper);
-        const Ints sum = bit_cast<Ints>(_mm512_dpbusd_epi32(start, base, lower)) +
-                         (bit_cast<Ints>(much) << 8);
-        products[g] += __builtin_convertvector(sum, Floats) * scale;
         _mm512_storeu_si512(chosen + g * stride + place, _mm512_maskz_compress_epi8(mask, upper));
-      }
+      });
       place += static_cast<int32_t>(__builtin_popcountll(mask));
     }
-    // Later steps read what is chosen: so soon after it is written, a processor waits.
-    const auto units = load_vector<Four>(queries.units.data() + first);
-    const Four top = reduce_four(products) * units * (1.0f / 256), unit = units * tile.unit[i];
+    unroll<G>([&](auto g) HISPARSE_INLINED { products[i][g] = sums[g]; });
+    const Four unit = load_vector<Four>(queries.units.data() + first) * tile.unit[i];
     std::memcpy(tile.units[i], &unit, sizeof(unit));
-    std::memcpy(tile.tops + i * tile.stride() + done, &top, sizeof(top));
   }
+  // Not at once: so soon after something is written, a processor waits to read it.
   chosen = tile.chosen.data();
   for (int32_t i = 0; i < count; ++i, chosen += kQueries * stride, levels += places) {
-    Floats middles[kQueries] = {};
-    for (int32_t at = 0; at < places; at += kPlaces) {
-      const auto level = load_vector<Bytes>(levels + at);
-      for (int g = 0; g < G; ++g) {
+    const int64_t first = (tile.heads[i] * queries.blocks + done / kQueries) * kQueries;
+    const Floats middle = splat(1.5f * 256 * tile.unit[i]);
+    Floats sums[kQueries] = {};
+    unroll<G>([&](auto g) HISPARSE_INLINED {
+      Ints sum = {};
+      for (int32_t at = 0; at < places; at += kPlaces) {
         const auto own = load_vector<Bytes>(chosen + g * stride + at);
-        middles[g] += __builtin_convertvector(dot_bytes(Ints{}, level, own), Floats);
+        sum = dot_bytes(sum, load_vector<Bytes>(levels + at), own);
       }
-    }
-    const auto unit = load_vector<Four>(tile.units[i]);
-    float* top = tile.tops + i * tile.stride() + done;
-    const Four whole = load_vector<Four>(top) - reduce_four(middles) * unit * 1.5f;
-    std::memcpy(top, &whole, sizeof(whole));
+      sums[g] = products[i][g] - __builtin_convertvector(sum, Floats) * middle;
+    });
+    const auto units = load_vector<Four>(queries.units.data() + first);
+    const Four top = reduce_four(sums) * units * (1.0f / 256);
+    std::memcpy(tile.tops + i * tile.stride() + done, &top, sizeof(top));
   }
 }
 
