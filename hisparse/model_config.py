@@ -87,7 +87,11 @@ def read_dtype(model: Any) -> torch.dtype:
 
 
 def read_model_shape(
-    model: Any, page_size: int, context_length: int | None = None
+    model: Any,
+    page_size: int,
+    context_length: int | None = None,
+    *,
+    served: frozenset[str] = frozenset(),
 ) -> tuple[KVSpec, float]:
     """Read the shape of the attention layers, and the softmax scale.
 
@@ -97,6 +101,7 @@ def read_model_shape(
             when they run.
         page_size: S, tokens per page of a selection.
         context_length: tokens, the longest sequence; a window that holds it is none. None: unknown.
+        served: fields of an indexer that the caller serves.
 
     Raises:
         ConfigError: hisparse does not support the model's attention, or its layers differ.
@@ -106,7 +111,7 @@ def read_model_shape(
     for attribute, feature in _UNSUPPORTED.items():
         if getattr(config, attribute, None):
             raise _unsupported(name, f"{feature} ({attribute}={getattr(config, attribute)})")
-    check_own_selection(name, config)
+    check_own_selection(name, config, served=served)
     other = sorted({*(getattr(config, "layer_types", None) or ())} - _LAYER_KINDS)
     if other:
         raise _unsupported(name, f"layers of other kinds ({', '.join(other)})")

@@ -38,6 +38,21 @@ _MLA: dict[str, Any] = _MHA | {
 }  # fmt: skip
 _INDEXER = {"index_topk": 64, "index_n_heads": 16, "index_head_dim": 128}
 _DSA = {"algorithm": "dsa", "page_size": 1}
+_LINEAR = {
+    "num_experts": 4, "shared_expert_intermediate_size": 64, "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+_QSA = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 384,
+    "indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 16,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_TRAINED = {"num_sink_pages": 0, "num_recent_pages": 0}
 _WINDOW = {"sliding_window": 128}
 _KIMI = {
     "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 1,
@@ -65,6 +80,7 @@ class Family:
         hisparse: more keys of ``--hisparse-config``.
         comparable: whether ``torch_native`` computes the model's attention. It ignores caps of
             logits.
+        forked: False: SGLang imports the model only after the stand-ins, in a process of its own.
     """
 
     name: str
@@ -74,6 +90,7 @@ class Family:
     flags: tuple[str, ...] = ()
     hisparse: Mapping[str, Any] = field(default_factory=dict)
     comparable: bool = True
+    forked: bool = True
 
     @property
     def model_class(self) -> str:
@@ -166,11 +183,12 @@ FAMILIES: tuple[Family, ...] = (
         "num_local_experts": 2, "attention_chunk_size": 128, "intermediate_size_mlp": 128},
         "Llama4ForCausalLM"),
     Family("InternLM3", "LlamaConfig", architecture="InternLM3ForCausalLM"),
-    Family("Qwen3-Next", "Qwen3NextConfig", _EXPERTS | {
-        "num_experts": 4, "shared_expert_intermediate_size": 64, "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2,
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4}, flags=_STATES),
+    Family("Qwen3-Next", "Qwen3NextConfig", _EXPERTS | _LINEAR, flags=_STATES),
+    Family("Qwen4-Exp", "Qwen4ExpConfig", {
+        "language_model_only": True, "text_config": _SHAPE | _EXPERTS | _LINEAR | _QSA},
+        "Qwen4ExpForConditionalGeneration", flags=_STATES,
+        hisparse=_TRAINED | {"algorithm": "qsa", "page_size": 4}, comparable=False,
+        forked=False),
     Family("Kimi Linear", "KimiLinearConfig", _MLA | _KIMI, flags=_STATES),
     Family("LFM2", "Lfm2Config", {
         "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}, flags=_STATES),

@@ -24,7 +24,7 @@ serves a family, not how well sparse attention suits its real weights ([quality.
 
 `torch_native` has no latent attention (MLA) and no sinks, ignores caps of logits, and does not run
 EXAONE 4; such families are *not compared*. Tests compare DeepSeek-V2, DeepSeek-V3.2, EXAONE 4,
-Gemma 2, GLM-4.7 Flash, GLM-5, gpt-oss and Kimi Linear with Hugging Face instead."""
+Gemma 2, GLM-4.7 Flash, GLM-5, gpt-oss, Kimi Linear and Qwen4-Exp with Hugging Face instead."""
 
 _END = """\
 ## What decides
@@ -48,13 +48,13 @@ serves two indexers. Bytes are of a token and layer, in bfloat16:
 
 For Qwen4-Exp set `page_size` to 4, its `indexer_compress_ratio`, `budget` to its `indexer_budget`,
 and `num_sink_pages` and `num_recent_pages` to 0. For prompts of 4 to 8 times the budget, tokens are
-those of transformers, in float32 with random weights; trained weights, images and a GPU have not
-run. A captured layer launches 16 kernels, and those of a block's norm and rotation. MTP and
-`--qsa-indexer-dtype fp8_e4m3` are refused.
+those of transformers, in float32 with random weights, retracted requests and two ranks included;
+trained weights, images and a GPU have not run. A captured layer launches 16 kernels, and those of a
+block's norm and rotation. MTP and `--qsa-indexer-dtype fp8_e4m3` are refused.
 
 hisparse refuses other such models before they load: MiniMax-M3, MiniCPM (InfLLM-V2), DeepSeek-V4,
 GLM-5-Next, Qwen2.5-1M, Hunyuan V4 and LongCat. Fields of the configuration tell. `HiSparseCache`
-and `hisparse plan` refuse Qwen4-Exp too.
+refuses Qwen4-Exp too.
 
 ## Hybrids
 
@@ -68,8 +68,8 @@ Qwen3-Next, Kimi Linear and LFM2 give the tokens of transformers. Their other la
 `--disable-radix-cache`.
 
 Hybrids are not served with `storage`, speculative decoding, prefill and decode servers, `--pp-size`
-or `--attn-dp-size`, and were not tested with several ranks. `hisparse plan` and `HiSparseCache`
-refuse them.
+or `--attn-dp-size`; only Qwen4-Exp was tested with several ranks. `HiSparseCache` refuses them.
+`hisparse plan` counts states of Qwen3-Next and Qwen4-Exp.
 
 ## Add a family
 

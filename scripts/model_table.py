@@ -79,6 +79,7 @@ class Table:
         self._folder = folder
         self._path = (make_plugin(folder / "plugin"), ROOT)
         self._env = ServerProcess.cpu_environment(1) | _ENV
+        self._env |= {"PYTHONPATH": os.pathsep.join(map(str, self._path))}
         self.forks = ForkServer(os.environ | self._env, folder / "forks.log")
 
     def row(self, family: Family) -> dict[str, Any]:
@@ -103,7 +104,8 @@ class Table:
         flags = [*_FLAGS, *_OF_BACKEND[backend], *family.flags, "--attention-backend", backend]
         if backend == "hisparse":
             flags += ["--hisparse-config", json.dumps(_SETTINGS | dict(family.hisparse))]
-        server = ServerProcess(str(model), log, flags, self.forks, self._path)
+        forks = self.forks if family.forked else None
+        server = ServerProcess(str(model), log, flags, forks, self._path)
         try:
             with server:
                 server.start(self._env)

@@ -194,6 +194,27 @@ def _fused_qkvzba_split_reshape_cat_contiguous_cpu(
     return [qkv.contiguous(), z.unflatten(-1, (v_heads, v_dim)), b.contiguous(), a.contiguous()]
 
 
+def _qsa_native(indexer: Any, *args: Any, **options: Any) -> Any:
+    """What ``QSAIndexer`` does on every device; SGLang names it for GPUs only."""
+    return indexer._forward_impl(*args, **options)
+
+
+def _gather_qsa_compressed_keys(
+    compressed: Tensor,
+    token_slot_table: Tensor,
+    cu_blocks: Tensor,
+    total_blocks: int,
+    max_blocks: int,
+    compress_ratio: int,
+) -> Tensor:
+    """Keys of all blocks of all requests, one after the other; see SGLang's function."""
+    first = [
+        table[: int(count) * compress_ratio : compress_ratio]
+        for table, count in zip(token_slot_table, cu_blocks.diff(), strict=True)
+    ]
+    return compressed[torch.cat(first).long() // compress_ratio]
+
+
 def _in_dtype_of_model(original: Any, module: Any, config: Any, *args: Any, **options: Any) -> None:
     """Make hyper-connections in the dtype of the model, which is bfloat16 on a GPU."""
     from msgspec.structs import replace
@@ -242,6 +263,8 @@ def register() -> None:
             lambda: True,
         ),
         (f"{_QSA}.qsa_indexer.QSAIndexer._validate_config", lambda config: None),
+        (f"{_QSA}.qsa_indexer.QSAIndexer.forward_native", _qsa_native),
+        (f"{_QSA}.kernel.gather_qsa_compressed_keys", _gather_qsa_compressed_keys),
         (f"{_KIMI}.extend", _kimi_extend),
         (f"{_KIMI}.decode", _kimi_decode),
     ):

@@ -24,7 +24,8 @@ from hisparse.model_config import (
     read_model_shape,
     text_config,
 )
-from hisparse.sglang.models import shape_per_rank
+from hisparse.plan.shapes import shape_per_rank
+from hisparse.sglang.features import trained_indexer
 from scripts.model_families import _SHAPE, FAMILIES
 
 QSA = {
@@ -88,10 +89,14 @@ def test_an_indexer_of_another_kind(config: Any, fields: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_families_do_not(family: Any) -> None:
     config = getattr(transformers, family.config)(**_SHAPE | dict(family.overrides))
-    dsa = family.hisparse.get("algorithm") == "dsa"
-    served = LIGHTNING_INDEXER if dsa else frozenset[str]()
-    assert fields_of(config, text_config(config), served=served) == ""
-    assert bool(fields_of(config)) == dsa
+    text = text_config(config)
+    kind, trained = trained_indexer(text)
+    served = kind.fields if kind else frozenset[str]()
+    assert fields_of(config, text, served=served) == ""
+    assert bool(fields_of(text)) == bool(kind) == ("algorithm" in family.hisparse)
+    if kind and trained:
+        assert family.hisparse["algorithm"] == kind.feature == trained.settings["algorithm"]
+        assert family.hisparse["page_size"] == trained.settings["page_size"]
 
 
 def test_fields_that_are_off() -> None:

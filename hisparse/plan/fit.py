@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hisparse.algorithms import entry_bytes
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import resolve
+from hisparse.engine.build import choose_selection, resolve
 from hisparse.engine.capabilities import check_dense_layers, stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.costs import Resources
@@ -19,6 +20,9 @@ from hisparse.units import MemorySize, format_bytes, resolve_memory
 _MIB = 2**20
 #: ``--chunked-prefill-size``, as SGLang sets it on a GPU of 80 GB.
 _CHUNK_TOKENS = 8192
+#: States that SGLang allocates for each running request of a hybrid: three, and two in which it
+#: takes those for the radix cache (``_calculate_mamba_ratio``).
+STATES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,8 @@ class Machine:
         dp: number of replicas, all on that node.
         stages: layers of each rank of a pipeline, all on that node; each has ``tp`` GPUs. Empty: a
             GPU has all layers.
+        state_bytes: device memory of one state of a hybrid's other layers, on one GPU; 0: there are
+            no such layers.
     """
 
     device_bytes: int
@@ -44,6 +50,7 @@ class Machine:
     mem_fraction: float
     dp: int = 1
     stages: tuple[int, ...] = ()
+    state_bytes: int = 0
 
     @property
     def rank_weight_bytes(self) -> int:
@@ -55,6 +62,10 @@ class Machine:
     def cache_bytes(self) -> int:
         """Bytes that one GPU has for its KV cache: what SGLang profiles, the least of all GPUs."""
         return int(self.device_bytes * self.mem_fraction) - self.rank_weight_bytes
+
+    def cache_bytes_beside(self, requests: int) -> int:
+        """:attr:`cache_bytes` without the states of so many requests, and SGLang's spare one."""
+        return self.cache_bytes - (requests * STATES + 1) * self.state_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +83,7 @@ class Capacity:
         max_requests: requests at once with hisparse.
         dense_max_requests: requests at once with the whole KV cache on the device.
         limit: the memory that is too small for one more request.
+        states_bytes: device memory of a request's states in layers that do not attend.
         message: why no request fits; "" if one does.
     """
 
@@ -84,6 +96,7 @@ class Capacity:
     max_requests: int
     dense_max_requests: int
     limit: SizingLimit
+    states_bytes: int = 0
     message: str = ""
 
     @property
@@ -100,15 +113,15 @@ class Capacity:
     def device_bytes_per_request(self) -> int:
         """Device memory of a running request.
 
-        The sum of its smallest device buffer, tables, state, captured steps, representations, and
-        the GPU's page tables for its host memory.
+        The sum of its smallest device buffer, tables, state, captured steps, representations, the
+        GPU's page tables for its host memory, and a hybrid's states.
         """
         if self.sizing is None:
             return 0
         request = self.sizing.request
         row_pages = self.sizing.max_row_capacity // self.spec.page_size
         row = request.fixed_bytes(1, row_pages) - request.fixed_bytes(0, row_pages)
-        return row + self._pages * request.page_bytes
+        return row + self._pages * request.page_bytes + self.states_bytes
 
     @property
     def host_bytes_per_token(self) -> int:
@@ -164,8 +177,9 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
         num_layers=max(machine.stages, default=spec.num_layers),
         sizing=sizing,
         max_requests=requests,
-        dense_max_requests=_dense_requests(spec, machine, tokens),
+        dense_max_requests=_dense_requests(config, spec, machine, tokens),
         limit=limit,
+        states_bytes=STATES * machine.state_bytes,
         message=message,
     )
 
@@ -175,12 +189,19 @@ def _server_tokens(config: HiSparseConfig, tokens: int) -> int:
     return -(-tokens // config.server_page_size) * config.server_page_size
 
 
-def _dense_requests(spec: KVSpec, machine: Machine, tokens: int) -> int:
-    """Requests of ``tokens`` tokens that SGLang runs at once with its own KV cache."""
+def _dense_requests(config: HiSparseConfig, spec: KVSpec, machine: Machine, tokens: int) -> int:
+    """Requests of ``tokens`` tokens that SGLang runs at once with its own KV cache.
+
+    Index keys are counted as the algorithm keeps them.
+    """
     spec = _spec_of_layers(spec, 0, max(machine.stages, default=spec.num_layers))
-    kv_bytes = format_of(spec).dense_token_bytes
-    index_bytes = spec.num_indexers * (spec.index_head_dim + 4)
-    return machine.cache_bytes // (kv_bytes + index_bytes) // tokens
+    request_bytes = format_of(spec).dense_token_bytes * tokens
+    if spec.index_head_dim:
+        algorithm, policy, _ = choose_selection(config, spec, spec.head_dim**-0.5)
+        page_bytes = entry_bytes(algorithm.representations(policy), "page")
+        request_bytes += page_bytes * spec.num_layers * tokens // spec.page_size
+    device = machine.cache_bytes_beside(0)
+    return max(0, device) // (request_bytes + STATES * machine.state_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,11 +212,13 @@ class _Stage:
         first: sizing for one request and all of the host memory.
         layers: layers of this rank.
         node_layers: layers of all ranks of a replica, which divide host memory by them.
+        device_bytes: how much device memory hisparse may take beside so many requests' states.
     """
 
     first: Sizing
     layers: int
     node_layers: int
+    device_bytes: Callable[[int], int]
 
     def least_pool(self, tokens: int) -> int:
         """MiB of host memory for the K and V of tokens and the padding page, all ranks."""
@@ -206,7 +229,8 @@ class _Stage:
     def sized(self, requests: int, pool_mib: int) -> Sizing:
         """The sizing for so many requests."""
         host_bytes = pool_mib * _MIB * self.layers // self.node_layers
-        return size(replace(self.first.request, max_requests=requests, host_bytes=host_bytes))
+        request = replace(self.first.request, max_requests=requests, host_bytes=host_bytes)
+        return size(replace(request, device_bytes=self.device_bytes(requests)))
 
     def fits(self, requests: int, tokens: int, page: int, pool_mib: int) -> bool:
         """Whether so many requests and tokens fit, in whole pages of SGLang."""
@@ -224,11 +248,15 @@ def _stages(
     device, first = machine.cache_bytes, 0
     if config.device_memory is not None:
         device = min(device, resolve_memory(config.device_memory, device, "device_memory"))
+
+    def device_bytes(requests: int) -> int:
+        return min(device, machine.cache_bytes_beside(requests))
+
     for layers in machine.stages or (spec.num_layers,):
         node_layers = spec.num_layers * machine.tp
         resources = Resources(
             host_bytes=pool_mib * _MIB * layers // node_layers,
-            device_bytes=device,
+            device_bytes=device_bytes(1),
             context_length=context,
             max_requests=1,
             device_type="cuda",
@@ -242,7 +270,9 @@ def _stages(
             resources,
             range(first, first + layers),
         )
-        yield _Stage(first=setup.sizing, layers=layers, node_layers=node_layers)
+        yield _Stage(
+            first=setup.sizing, layers=layers, node_layers=node_layers, device_bytes=device_bytes
+        )
         first += layers
 
 

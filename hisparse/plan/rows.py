@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,12 @@ from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.model_config import count_weight_bytes, text_config
 from hisparse.plan.estimate import GPUS, estimate_token
-from hisparse.plan.fit import Capacity, Machine, divide_layers, fit
+from hisparse.plan.fit import STATES, Capacity, Machine, divide_layers, fit
+from hisparse.plan.shapes import shape_per_rank, state_bytes
 from hisparse.sglang import features
 from hisparse.sglang.features.base import Start
-from hisparse.sglang.models import shape_per_rank
+from hisparse.sglang.features.hybrids import check_options
+from hisparse.sglang.models import Trained
 from hisparse.units import format_bytes, resolve_memory
 
 #: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
@@ -34,6 +36,10 @@ _ASSUMPTIONS = (
     "captured in CUDA graphs.",
     "The rest of the model takes the time to read all weights of a GPU once. Arithmetic, which "
     "counts from a few hundred requests on, and exchanges between GPUs are left out.",
+)
+_STATES = (
+    f"Layers of linear attention keep {STATES} states of a request on the device, SGLang's default "
+    "with a radix cache; their time is left out."
 )
 _PIPELINE = "Ranks of a pipeline follow each other; what they do for other requests is left out."
 
@@ -58,7 +64,11 @@ def make_plan(asked: Namespace, model: Any, folder: str) -> tuple[dict[str, Any]
         _describe(x, machine, folder) | {"estimates": _estimate(x, machine, asked)}
         for x in capacities
     ]
-    assumptions = (*_ASSUMPTIONS, _PIPELINE) if machine.stages else _ASSUMPTIONS
+    assumptions = (
+        *_ASSUMPTIONS,
+        *((_PIPELINE,) if machine.stages else ()),
+        *((_STATES,) if machine.state_bytes else ()),
+    )
     sizes = {
         "tp": machine.tp,
         "pp": max(1, len(machine.stages)),
@@ -92,19 +102,27 @@ def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
         mem_fraction=_MEM_FRACTION,
         dp=asked.dp,
         stages=divide_layers(shape.num_layers, asked.pp) if asked.pp > 1 else (),
+        state_bytes=state_bytes(model, asked.tp),
     )
-    has_indexer, capacities = shape.num_indexers > 0, []
-    for config in _configs(asked, model, has_indexer=has_indexer):
+    kind, trained = features.trained_indexer(text_config(model))
+    capacities = []
+    for config in _configs(asked, trained):
         build_algorithm(config)
-        _check_served(config, asked)
-        check_indexer(model.model_type, config, "dsa" if has_indexer else "")
+        _check_served(config, asked, model.model_type if machine.state_bytes else "")
+        check_indexer(model.model_type, config, kind.feature if kind else "")
         spec = shape_per_rank(model, config.page_size, asked.tp)
         capacities += [fit(config, spec, machine, context) for context in contexts]
     return capacities, machine
 
 
-def _check_served(config: HiSparseConfig, asked: Namespace) -> None:
-    """Raise ``ConfigError`` if the server would refuse the printed command."""
+def _check_served(config: HiSparseConfig, asked: Namespace, hybrid: str) -> None:
+    """Raise ``ConfigError`` if the server would refuse the printed command.
+
+    Args:
+        config: the settings.
+        asked: the flags of ``hisparse plan``.
+        hybrid: name of a model with layers that keep a state; "": it is none.
+    """
     flags = SimpleNamespace(
         tp_size=asked.tp,
         dp_size=asked.dp,
@@ -115,7 +133,15 @@ def _check_served(config: HiSparseConfig, asked: Namespace) -> None:
         disaggregation_mode="null",
         speculative_algorithm=None,
     )
-    features.check_start(Start(args=flags, config=config, device="cuda"))
+    start = Start(args=flags, config=config, device="cuda")
+    features.check_start(start)
+    if hybrid:
+        check_options(hybrid, start)
+        if config.dense_layers:
+            raise ConfigError(
+                f"dense_layers: got {list(config.dense_layers)} in the plan of {hybrid}, some of "
+                "whose layers do not attend, expected none"
+            )
 
 
 def _contexts(asked: Sequence[int], model: Any) -> list[int]:
@@ -134,22 +160,18 @@ def _contexts(asked: Sequence[int], model: Any) -> list[int]:
     return contexts
 
 
-def _configs(asked: Namespace, model: Any, *, has_indexer: bool) -> list[HiSparseConfig]:
+def _configs(asked: Namespace, trained: Trained | None) -> list[HiSparseConfig]:
     """Every algorithm with every budget, and each ``--config``; without these, the defaults."""
     whole = list(map(HiSparseConfig.parse, asked.config))
     if whole and not (asked.algorithm or asked.budget):
         return whole
-    defaults: dict[str, Any] = {}
-    if has_indexer:
-        # The selection that the model was trained with.
-        defaults = {"algorithm": "dsa", "page_size": 1, "num_sink_pages": 0}
-        defaults |= {"num_recent_pages": 0, "budget": text_config(model).index_topk}
+    defaults: Mapping[str, Any] = trained.settings if trained else {}
     configs = []
     algorithms: Sequence[str | None] = asked.algorithm or [None]
     budgets: Sequence[int | None] = asked.budget or [None]
     for pair in product(algorithms, budgets):
         given = {k: v for k, v in zip(("algorithm", "budget"), pair, strict=True) if v is not None}
-        configs.append(HiSparseConfig.from_dict(defaults | given))
+        configs.append(HiSparseConfig.from_dict({**defaults, **given}))
     return configs + whole
 
 
@@ -227,6 +249,8 @@ def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
     words += ["--context-length", str(capacity.context)]
     words += ["--mem-fraction-static", f"{machine.mem_fraction:g}"]
     words += ["--max-running-requests", str(capacity.max_requests)]
+    if machine.state_bytes:
+        words += ["--max-mamba-cache-size", str(capacity.max_requests * STATES)]
     words += ["--attention-backend", "hisparse", "--hisparse-config", json.dumps(settings)]
     return shlex.join(words)
 

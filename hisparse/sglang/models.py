@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.model_config import (
-    LIGHTNING_INDEXER,
-    check_own_selection,
-    read_dtype,
-    text_config,
-)
-from hisparse.model_config import read_model_shape as read_configured_shape
 from hisparse.sglang.install import BACKEND, BACKEND_FLAGS
 from hisparse.types import Attention, KVSpec
 
-#: Types of models whose windows SGLang's code does not read.
-_ATTEND_ALL = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+logger = logging.getLogger("hisparse")
 
 
 class ModelShape(NamedTuple):
@@ -37,6 +30,18 @@ class ModelShape(NamedTuple):
     spec: KVSpec
     scale: float
     layer_ids: tuple[int, ...]
+
+
+class Trained(NamedTuple):
+    """How a model was trained to select.
+
+    Attributes:
+        settings: keys of ``--hisparse-config`` with which the model selects as it was trained.
+        head_dim: Di, elements.
+    """
+
+    settings: Mapping[str, Any]
+    head_dim: int
 
 
 def read_model_shape(
@@ -99,61 +104,6 @@ def read_model_shape(
         windows=tuple(windows) if any(windows) else (),
     )
     return ModelShape(spec, scale, tuple(ids))
-
-
-def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
-    """KV shapes on one of ``tp`` ranks, in the dtype that SGLang chooses by default.
-
-    Args:
-        config: the model's configuration.
-        page_size: S, tokens per page of a selection.
-        tp: tensor parallel size.
-
-    Raises:
-        ConfigError: hisparse does not support the model's attention, or ``tp`` does not divide
-            its heads.
-    """
-    text = text_config(config)
-    if getattr(text, "kv_lora_rank", None):
-        check_own_selection(text.model_type, text, served=LIGHTNING_INDEXER)
-        if "linear_attention" in (getattr(text, "layer_types", None) or ()):
-            raise ConfigError(
-                f"model: got {text.model_type!r} with layers of linear attention, whose states are "
-                "not counted, expected attention in every layer"
-            )
-        spec = _latent_shape(config, text, page_size)
-    else:
-        spec, _ = read_configured_shape(config, page_size)
-        # SGLang's Mistral, Mixtral, Phi-3 and Starcoder2 attend all tokens too.
-        if not getattr(text, "layer_types", None) or text.model_type in _ATTEND_ALL:
-            spec = replace(spec, windows=())
-    if spec.num_q_heads % tp or (spec.num_kv_heads % tp and tp % spec.num_kv_heads):
-        raise ConfigError(
-            f"--tp: got {tp}, expected a divisor of the model's {spec.num_q_heads} query heads "
-            f"that divides or is a multiple of its {spec.num_kv_heads} KV heads"
-        )
-    if spec.dtype == torch.float32:
-        # Without --dtype SGLang runs float32 models in float16.
-        spec = replace(spec, dtype=torch.float16)
-    # With more ranks than KV heads, several ranks hold the same KV head.
-    kv_heads = max(1, spec.num_kv_heads // tp)
-    return replace(spec, num_q_heads=spec.num_q_heads // tp, num_kv_heads=kv_heads)
-
-
-def _latent_shape(config: Any, text: Any, page_size: int) -> KVSpec:
-    """KV shapes of an MLA model: one latent for all heads; its first columns are the values."""
-    rank: int = text.kv_lora_rank
-    return KVSpec(
-        num_layers=text.num_hidden_layers,
-        num_q_heads=text.num_attention_heads,
-        num_kv_heads=1,
-        head_dim=rank + text.qk_rope_head_dim,
-        v_head_dim=rank,
-        dtype=read_dtype(config),
-        page_size=page_size,
-        attention="MLA",
-        index_head_dim=(getattr(text, "index_topk", None) and text.index_head_dim) or 0,
-    )
 
 
 def _check_kind(layers: Sequence[Any]) -> None:
@@ -257,6 +207,34 @@ def hybrid_layers(model_config: Any) -> list[int] | None:
 def name_of(model_config: Any) -> str:
     """The architecture of a model, for messages."""
     return ", ".join(model_config.hf_config.architectures or ["this model"])
+
+
+def check_trained(name: str, config: HiSparseConfig, trained: Trained) -> None:
+    """Require the pages of a model's indexer; warn of sizes that it was not trained with.
+
+    Args:
+        name: of the model.
+        config: the settings.
+        trained: how the model selects.
+
+    Raises:
+        ConfigError: ``page_size`` is another one.
+    """
+    settings = trained.settings
+    if config.page_size != settings["page_size"]:
+        raise ConfigError(
+            f"page_size: got {config.page_size}, expected {settings['page_size']}, the tokens that "
+            f"{name}'s indexer scores together"
+        )
+    sizes = ("budget", "num_sink_pages", "num_recent_pages")
+    got, expected = (tuple(values[x] for x in sizes) for values in (vars(config), settings))
+    if got != expected:
+        logger.warning(
+            "hisparse: budget, num_sink_pages and num_recent_pages are %s; %s was trained with %s",
+            got,
+            name,
+            expected,
+        )
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     Gemma3TextConfig,
-    KimiLinearConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -31,7 +30,7 @@ from hisparse.errors import ConfigError
 from hisparse.memory.sizing import size
 from hisparse.model_config import count_weight_bytes
 from hisparse.plan.fit import Capacity, Machine, fit
-from hisparse.sglang.models import shape_per_rank
+from hisparse.plan.shapes import shape_per_rank
 from tests.command import Command
 from tests.shapes import LLAMA, TOKEN_BYTES
 
@@ -150,13 +149,6 @@ def test_layers_with_a_window_keep_k_and_v_and_no_representations() -> None:
     # Beside a GPU's page tables, which map both.
     scored = [x.device_bytes_per_token - TOKEN_BYTES // 512 for x in found]
     assert 0 < 2 * scored[1] == scored[0]
-
-
-def test_the_states_of_hybrids_are_not_counted() -> None:
-    kinds = ["linear_attention", "full_attention"]
-    config = KimiLinearConfig(**SMALL | LATENT | {"num_hidden_layers": 2, "layer_types": kinds})
-    with pytest.raises(ConfigError, match="'kimi_linear' with layers of linear attention"):
-        shape_per_rank(config, 16, 1)
 
 
 def llama(layers: int, kv_heads: int) -> LlamaConfig:

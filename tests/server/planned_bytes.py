@@ -17,7 +17,7 @@ from hisparse.engine.capabilities import stored_spec
 from hisparse.memory.sizing import resize, size
 from hisparse.model_config import read_model_config
 from hisparse.plan.fit import Machine, fit
-from hisparse.sglang.models import shape_per_rank
+from hisparse.plan.shapes import shape_per_rank
 from hisparse.types import KVSpec
 
 GIB = 2**30

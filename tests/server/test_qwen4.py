@@ -6,16 +6,21 @@ Its other layers run with the stand-ins of ``scripts/torch_kernels.py``, in PyTo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import eq
 from pathlib import Path
+from typing import Any
 
 import hybrids
 import pytest
+import torch
 from checks import assert_nothing_held, counting
 from harness import Server
 from hugging_face import greedy, load
 from parts import MORE
-from settings import CHECKED, QSA
-from tiny_models import QSA_BUDGET, tiny_model
+from planned_bytes import assert_planned
+from settings import CHECKED, QSA, TWO_RANKS
+from tiny_models import CONTEXT, QSA_BUDGET, tiny_model
+from torch import Tensor
 from workload import tokens
 
 pytestmark = MORE
@@ -27,16 +32,23 @@ PROMPTS = [
     *(tokens(n, seed=n) for n in (257, 301, 346, 391, 440, 488)),
     *(_SHARED + tokens(n, seed=n) for n in (31, 90)),
 ]
+#: Every tenth forward sends running requests back to the queue.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
+#: SGLang's own backend.
+OWN: dict[str, Any] = {"config": None, "backend": "torch_native"}
+RANKS = ("--tp-size", "2", "--max-total-tokens", "20000")
 FLAGS = ("--chunked-prefill-size", "128", "--max-running-requests", "4", *hybrids.FLAGS)
 
 
-def serve(log_dir: Path, name: str, *flags: str, **config: object) -> Server:
+def serve(
+    log_dir: Path, name: str, *flags: str, env: dict[str, str] | None = None, **options: Any
+) -> Server:
     return Server(
         tiny_model("qwen4_exp"),
         log_dir / f"qsa-{name}.log",
         *(*FLAGS, *flags),
-        config=CHECKED | QSA | config,
-        env=hybrids.ENV,
+        **({"config": CHECKED | QSA} | options),
+        env=hybrids.ENV | (env or {}),
         python_path=hybrids.python_path(log_dir / "plugin"),
         # The stand-ins have to be there before SGLang imports the model.
         forked=False,
@@ -67,6 +79,8 @@ def test_tokens_are_those_of_transformers(server: Server, expected: list[list[in
     again = server.generate_many(PROMPTS, NEW_TOKENS, delay_s=0.05)
     assert [answer.ids for answer in again] == expected
     assert min(answer.cached for answer in again) >= 4 * QSA_BUDGET - 64
+    planned = {"context": CONTEXT, "max_requests": 4}
+    assert_planned(server, tiny_model("qwen4_exp"), CHECKED | QSA, **planned)
 
 
 def test_the_selection_matters(server: Server, expected: list[list[int]]) -> None:
@@ -84,3 +98,51 @@ def test_an_abort_leaves_nothing(server: Server, expected: list[list[int]]) -> N
     assert got[:NEW_TOKENS] == expected[0][: len(got)]
     assert server.generate(PROMPTS[1], NEW_TOKENS).ids == expected[1]
     assert_nothing_held(server)
+
+
+def test_retracted_requests_get_their_tokens(log_dir: Path, expected: list[list[int]]) -> None:
+    """What a request had generated is computed again as a prompt, with the same selections."""
+    with serve(log_dir, "retracted", "--max-total-tokens", "20000", env=RETRACT) as server:
+        together = server.generate_many(PROMPTS, NEW_TOKENS)
+        assert [answer.ids for answer in together] == expected
+        assert sum(answer.retractions for answer in together) > 0
+        assert_nothing_held(server)
+
+
+def test_two_ranks_give_the_tokens_of_one(log_dir: Path, expected: list[list[int]]) -> None:
+    """Each with half of the heads, and with the whole indexer."""
+    with serve(log_dir, "ranks", *RANKS, env=TWO_RANKS) as server:
+        answers = server.generate_many(PROMPTS, NEW_TOKENS)
+        assert [answer.ids for answer in answers] == expected
+        sizes = server.counted_by("tp_rank", "host_kv_bytes")
+        assert len(sizes) == 2 and len(set(sizes.values())) == 1
+
+
+def test_sglangs_own_backend_gives_most_tokens(log_dir: Path, expected: list[list[int]]) -> None:
+    """A second oracle: SGLang's indexer, its pool and its attention, which a CPU runs in PyTorch.
+
+    Its pool has index keys in bfloat16, so that some selections differ: five prompts were equal.
+    """
+    with serve(log_dir, "sglang", "--max-total-tokens", "20000", **OWN) as server:
+        found = [answer.ids for answer in server.generate_many(PROMPTS, NEW_TOKENS)]
+    assert sum(map(eq, found, expected)) >= 4
+
+
+def test_bfloat16_chooses_nearly_the_best_tokens(log_dir: Path) -> None:
+    """Of each token the logprob, by transformers in float32, is close to that of the best one."""
+    config = CHECKED | QSA | {"algorithm_config": {"index_dtype": "bfloat16"}}
+    flags = ("--dtype", "bfloat16", "--max-total-tokens", "20000")
+    env = {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
+    with serve(log_dir, "bfloat16", *flags, config=config, env=env) as server:
+        answers = [answer.ids for answer in server.generate_many(PROMPTS, NEW_TOKENS)]
+    net = load(tiny_model("qwen4_exp"))
+    behind = torch.cat([_behind(net, *x) for x in zip(PROMPTS, answers, strict=True)])
+    assert int((behind == 0).sum()) >= 0.85 * len(behind) and behind.max() < 0.3
+
+
+@torch.no_grad()
+def _behind(net: Any, prompt: list[int], ids: list[int]) -> Tensor:
+    """How far the logprob of each of ``ids`` is behind that of the best token, ``[n]``."""
+    logprobs = net(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    best: Tensor = logprobs.amax(-1)
+    return best - logprobs[range(len(ids)), ids]

@@ -306,7 +306,7 @@ def test_a_model_whose_indexer_scores_blocks(
         assert f"{name} was trained to attend what its indexer selects" in message
         assert message.endswith("expected an algorithm that asks it: qsa")
     message = refused({"algorithm": "qsa"})
-    assert "page_size: got 16, expected 4, the tokens of a key of" in message
+    assert f"page_size: got 16, expected 4, the tokens that {name}" in message
     served = QSA | {"budget": 1024, "device_buffer_size": 2048}
     message = refused(served, "--qsa-indexer-dtype", "fp8_e4m3")
     assert "--qsa-indexer-dtype is fp8_e4m3, which hisparse does not support yet" in message

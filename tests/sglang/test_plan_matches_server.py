@@ -10,12 +10,13 @@ from typing import Any, Literal
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
     SpecAuxHiddenStateConfig,
 )
-from transformers import DeepseekV2Config, LlamaConfig
+from transformers import DeepseekV2Config, LlamaConfig, Qwen3NextConfig
 
 from hisparse.config import HiSparseConfig
 from hisparse.engine import capabilities
@@ -23,8 +24,8 @@ from hisparse.engine.build import kept_tensors
 from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.sizing import Sizing, resize
 from hisparse.plan.fit import Machine, divide_layers, fit
+from hisparse.plan.shapes import shape_per_rank, state_bytes
 from hisparse.sglang import features, hooks, ranks, session, setup
-from hisparse.sglang.models import shape_per_rank
 
 GIB = 2**30
 CONFIG = LlamaConfig(
@@ -236,3 +237,21 @@ def test_ranks_of_a_node_share_the_latents_of_mla(
     node_bytes = served.setup.sizing.kv_tokens * (MLA_TOKEN_BYTES + tp * own)
     assert 0.99 * 8 * GIB < node_bytes <= 8 * GIB
     assert (served.ranks.rank, served.ranks.size) == (tp - 1, tp)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_states_of_layers_that_do_not_attend(tp: int) -> None:
+    """As SGLang counts them."""
+    config = Qwen3NextConfig()
+    shape = Mamba2StateShape.create(
+        tp_world_size=tp,
+        intermediate_size=32 * 128,
+        n_groups=16,
+        num_heads=32,
+        head_dim=128,
+        state_size=128,
+        conv_kernel=4,
+    )
+    layers = [n for n, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+    params = Mamba2CacheParams(shape=shape, layers=layers)
+    assert state_bytes(config, tp) == params.mamba_cache_per_req > 0

@@ -65,7 +65,7 @@ class ServedModel:
         from transformers import AutoTokenizer
 
         from hisparse.model_config import read_model_config, text_config
-        from hisparse.sglang.models import shape_per_rank
+        from hisparse.plan.shapes import shape_per_rank
 
         if options.model == RANDOM_DSA:
             folder = make_random_dsa(say)

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from hisparse.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hisparse.sglang.features.base import Feature, IndexerKind, ModelKind, Option, Start
+    from hisparse.sglang.features.base import (
+        Feature,
+        IndexerKind,
+        ModelKind,
+        Option,
+        Start,
+    )
+    from hisparse.sglang.models import Trained
 
 #: Set in the environment by a server that uses hisparse: "server", then names of features.
 IN_USE = "HISPARSE_IN_USE"
@@ -88,6 +95,19 @@ def indexer_of(model_config: Any) -> IndexerKind | None:
     """
     kinds = (feature.indexer for feature in all_features())
     return next((x for x in kinds if x is not None and x.found(model_config)), None)
+
+
+def trained_indexer(text: Any) -> tuple[IndexerKind, Trained] | tuple[None, None]:
+    """The kind of a model's own indexer, and how the model was trained to select.
+
+    Args:
+        text: the decoder's configuration, of transformers.
+    """
+    for feature in all_features():
+        kind = feature.indexer
+        if kind is not None and (trained := kind.trained(text)):
+            return kind, trained
+    return None, None
 
 
 def _check_installed(served: Option | ModelKind, got: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.model_config import LIGHTNING_INDEXER
-from hisparse.sglang.models import ModelShape, hybrid_layers
+from hisparse.sglang.models import ModelShape, Trained, hybrid_layers
 from hisparse.sglang.session import ServerSession
 
 logger = logging.getLogger("hisparse")
@@ -72,9 +72,11 @@ class IndexerKind(ModelKind):
     Attributes:
         feature: also what an algorithm for these models names in ``indexer``.
         fields: those with which the model's configuration says how it selects.
+        trained: takes the configuration of a decoder; None: it has no such indexer.
     """
 
     fields: frozenset[str]
+    trained: Callable[[Any], Trained | None]
 
 
 @dataclass(frozen=True)
@@ -289,23 +291,18 @@ def asks_indexer(feature: str) -> Option:
     return Option(given=given, expected=expected, feature=feature)
 
 
-def warn_untrained(model: str, config: HiSparseConfig, budget: int) -> None:
-    """Warn of sizes that a model with an indexer was not trained with."""
-    trained = (budget, 0, 0)
-    got = (config.budget, config.num_sink_pages, config.num_recent_pages)
-    if got != trained:
-        logger.warning(
-            "hisparse: budget, num_sink_pages and num_recent_pages are %s; %s was trained with %s",
-            got,
-            model,
-            trained,
-        )
-
-
 def _has_indexer(model_config: Any) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
     return bool(is_deepseek_dsa(model_config.hf_config))
+
+
+def _trained(text: Any) -> Trained | None:
+    budget = getattr(text, "index_topk", None)
+    if not (budget and getattr(text, "kv_lora_rank", None)):
+        return None
+    settings = {"algorithm": "dsa", "page_size": 1, "num_sink_pages": 0, "num_recent_pages": 0}
+    return Trained(settings | {"budget": budget}, text.index_head_dim)
 
 
 #: Models that mix attention with linear attention, convolution or state space layers.
@@ -319,6 +316,7 @@ WITH_INDEXER: Final = IndexerKind(
     expected="a model without an indexer",
     feature="dsa",
     fields=LIGHTNING_INDEXER,
+    trained=_trained,
 )
 MODEL_KINDS: Final = (HYBRID, WITH_INDEXER)
 

@@ -38,6 +38,20 @@ _KINDS = "layers of linear attention, convolution or a state space model (Mamba)
 _EXCLUDED = (PIPELINE, ATTENTION_REPLICAS, SPECULATION, PREFILL_OR_DECODE, STORAGE)
 
 
+def check_options(name: str, start: Start) -> None:
+    """Refuse what a hybrid is not served with; ``name`` is the model's.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for option in _EXCLUDED:
+        if got := option.given(start):
+            raise ConfigError(
+                f"{got} is given, and {name} has {_KINDS}, which hisparse does not support "
+                f"together yet; expected {option.expected}"
+            )
+
+
 def check_attending(config: HiSparseConfig, layers: Sequence[int]) -> None:
     """Require that ``dense_layers`` attend, and log which layers do.
 
@@ -112,13 +126,7 @@ class Hybrids(Feature):
                 f"{name} has no layer that attends; expected attention in some layers"
             )
         config = HiSparseConfig.parse(server_args.hisparse_config)
-        start = Start(args=server_args, config=config, device=str(server_args.device))
-        for option in _EXCLUDED:
-            if got := option.given(start):
-                raise ConfigError(
-                    f"{got} is given, and {name} has {_KINDS}, which hisparse does not support "
-                    f"together yet; expected {option.expected}"
-                )
+        check_options(name, Start(args=server_args, config=config, device=str(server_args.device)))
         try:
             with stand_in(_STAND_IN):
                 yield

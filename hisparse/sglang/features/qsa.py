@@ -9,9 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig
-from hisparse.errors import ConfigError
-from hisparse.sglang.features.base import Feature, Flag, IndexerKind, asks_indexer, warn_untrained
-from hisparse.sglang.models import indexed_layers, name_of, rows_of_slice
+from hisparse.sglang.features.base import (
+    Feature,
+    Flag,
+    IndexerKind,
+    asks_indexer,
+)
+from hisparse.sglang.models import Trained, check_trained, indexed_layers, name_of, rows_of_slice
 from hisparse.sglang.session import ServerSession, current_session
 from hisparse.types import BlockIndexerInputs, IndexerInputs
 
@@ -23,6 +27,14 @@ def _has_indexer(model_config: Any) -> bool:
         return bool(is_qwen_qsa(model_config.hf_config))
     except ValueError:
         return False  # Fields of another indexer, or some are missing.
+
+
+def _trained(text: Any) -> Trained | None:
+    budget = getattr(text, "indexer_budget", None)
+    if not budget:
+        return None
+    settings = {"algorithm": "qsa", "page_size": text.indexer_compress_ratio, "budget": budget}
+    return Trained(settings | {"num_sink_pages": 0, "num_recent_pages": 0}, text.indexer_head_dim)
 
 
 def around_parse_qsa_profile(original: Callable[..., Any], config: Any) -> Any:
@@ -86,27 +98,19 @@ class QwenIndexer(Feature):
                 *("indexer_budget", "indexer_compress_ratio"),
             }
         ),
+        trained=_trained,
     )
     kinds = (indexer,)
     flags = (Flag("qsa_indexer_dtype", ("auto", "bfloat16"), "--qsa-indexer-dtype"),)
     hooks = {"sglang.srt.layers.attention.qsa.config.parse_qsa_profile": around_parse_qsa_profile}
 
     def check(self, server_args: Any, config: HiSparseConfig) -> None:
-        """Require pages of the indexer's blocks; warn of sizes that the model was not trained with.
-
-        Raises:
-            ConfigError: ``page_size`` is another one.
-        """
+        """Require pages of the indexer's blocks; warn of sizes that it was not trained with."""
         from sglang.srt.arg_groups.overrides import model_config_of
 
         model = model_config_of(server_args)
-        text, name = model.hf_text_config, name_of(model)
-        if config.page_size != text.indexer_compress_ratio:
-            raise ConfigError(
-                f"page_size: got {config.page_size}, expected {text.indexer_compress_ratio}, the "
-                f"tokens of a key of {name}'s indexer"
-            )
-        warn_untrained(name, config, text.indexer_budget)
+        if trained := _trained(model.hf_text_config):
+            check_trained(name_of(model), config, trained)
 
     def built(self, session: ServerSession, model_runner: Any) -> None:
         """Make every layer pass the inputs of its indexer instead of token indices."""

@@ -11,9 +11,9 @@ import hybrids
 from adapters import ADAPTER_FLAGS, adapter_path
 from draft_models import noisy_model
 from hybrids import HYBRIDS
-from settings import DSA, MEMORY, ROOMY, SMALL_ROWS
+from settings import DSA, MEMORY, QSA, ROOMY, SMALL_ROWS
 from soak.stores import make_ledger
-from tiny_models import INDEX_TOP_K, KINDS, tiny_model
+from tiny_models import INDEX_TOP_K, KINDS, QSA_BUDGET, tiny_model
 
 from hisparse.eval.models import fetch
 
@@ -36,8 +36,9 @@ class Scenario:
     Attributes:
         name: of the row in the report.
         model: a kind of ``tiny_models``, or a model that ``hisparse eval`` fetches.
-        whole: whether the budget holds every context. Only then has a request that was retracted
-            the answer of one that was not: it computes anew what it had generated, as a prompt.
+        whole: whether the budget holds every context, or the model selects in prompts too. Only
+            then has a request that was retracted the answer of one that was not: it computes anew
+            what it had generated, as a prompt.
         config: what else ``--hisparse-config`` has.
         flags: more of SGLang's flags.
         chunks: whether prompts are cut into chunks.
@@ -80,6 +81,10 @@ class Scenario:
         return tiny_model(self.model) if self.model in KINDS else fetch(self.model)
 
     @property
+    def _keeps_states(self) -> bool:
+        return self.model in (*HYBRIDS, "qwen4_exp")
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Value of ``--hisparse-config``."""
         return (_WHOLE if self.whole else _SMALL) | self.config
@@ -88,7 +93,7 @@ class Scenario:
     def command_line(self) -> tuple[str, ...]:
         """The flags, with those of chunks, of a hybrid, of a draft model or of adapters."""
         flags = self.flags + (_CHUNKS if self.chunks else ())
-        if self.model in HYBRIDS:
+        if self._keeps_states:
             flags += hybrids.FLAGS
         if self.adapters:
             flags += ADAPTER_FLAGS
@@ -100,7 +105,7 @@ class Scenario:
     def server_options(self, folder: Path) -> dict[str, Any]:
         """Environment variables and module path of a server; its plug-ins go into ``folder``."""
         env = {**self.env, **(_RETRACT if self.retracts else {})}
-        if self.model in HYBRIDS:
+        if self._keeps_states:
             return {"env": hybrids.ENV | env, "python_path": hybrids.python_path(folder)}
         path = adapter_path(folder) if self.adapters else []
         path += [make_ledger(folder)] if self.store else []
@@ -198,6 +203,15 @@ SCENARIOS = (
         name="dsa",
         model="deepseek_v32",
         config=MEMORY | DSA | {"max_row_capacity": 4 * INDEX_TOP_K},
+    ),
+    # As Qwen4-Exp selects, in prompts too.
+    Scenario(
+        name="qsa, retractions",
+        model="qwen4_exp",
+        whole=True,
+        config=MEMORY | QSA | {"max_row_capacity": 4 * QSA_BUDGET},
+        retracts=True,
+        part=0.03,
     ),
     Scenario(name="sketch, windows, sinks", model="gpt_oss", retracts=True, part=0.02),
     Scenario(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig
-from hisparse.sglang.features.base import INDEXER, WITH_INDEXER, Feature, warn_untrained
+from hisparse.sglang.features.base import INDEXER, WITH_INDEXER, Feature
 from hisparse.sglang.install import is_requested
-from hisparse.sglang.models import find_indexers, name_of, rows_of_slice
+from hisparse.sglang.models import check_trained, find_indexers, name_of, rows_of_slice
 from hisparse.sglang.session import ServerSession
 from hisparse.types import IndexerInputs
 
@@ -115,10 +115,10 @@ class DeepSeekIndexer(Feature):
     def check(self, server_args: Any, config: HiSparseConfig) -> None:
         """Warn of sizes that the model was not trained with."""
         from sglang.srt.arg_groups.overrides import model_config_of
-        from sglang.srt.configs.model_config import get_dsa_index_topk
 
         model = model_config_of(server_args)
-        warn_untrained(name_of(model), config, get_dsa_index_topk(model.hf_config))
+        if trained := self.indexer.trained(model.hf_text_config):
+            check_trained(name_of(model), config, trained)
 
     def pool_class(self, kind: str, *, is_draft: bool) -> type | None:
         """Pools of latents without index keys."""
