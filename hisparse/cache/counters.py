@@ -103,7 +103,7 @@ class Counters:
         self._published_layers = torch.zeros(layers, 2, dtype=torch.int64, pin_memory=pin)
 
     def count(self, name: str, values: Tensor) -> None:
-        """Add a tensor of numbers or bools of any shape; :meth:`publish` sums it."""
+        """Add numbers or bools ``[...]``, negative ones as 0; :meth:`publish` sums them."""
         self._waiting[name].append(values.flatten())
 
     def count_layer(self, layer_id: int, hits: Tensor, misses: Tensor) -> None:
@@ -126,7 +126,8 @@ class Counters:
         """Start copying the device's sums to the host on the current stream, without waiting."""
         for name, waiting in self._waiting.items():
             if waiting:
-                self.total(name).add_(torch.cat(waiting).sum())
+                # A row that diff_tables refused has -1 pages away.
+                self.total(name).add_(torch.cat(waiting).clamp(min=0).sum())
                 waiting.clear()
         self._published.copy_(self._totals, non_blocking=True)
         if len(self._layers):

@@ -20,6 +20,7 @@ from hisparse.engine.contract import blame, call, require_selection, retrieve
 from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.engine.host_attention import CudaHostAttention, HostAttention
 from hisparse.engine.representations import ignore
+from hisparse.errors import KernelError
 from hisparse.kernels import DiffTables, serial_operators
 from hisparse.kernels.build.cpu import CallRecorder, call_cpu, cpu_library
 from hisparse.kernels.operation import ResultMemory, new_tensors
@@ -181,8 +182,14 @@ class DecodeLayer:
         (out,) = self._results.take(("recorded", shape, q.dtype), lambda: [q.new_empty(shape)])
         inputs = (out, q, k, v, *tensors)
         run = self._recorded.get(layer_id)
-        if run is not None and run(*inputs):
-            return out
+        try:
+            if run is not None and run(*inputs):
+                return out
+        except KernelError as error:
+            # If it is the algorithm's, this raises it with its name and the layer's.
+            part = step.by_mode["sparse"]
+            blame(error, layer_id, self._retrieve(layer_id, q, part), part, self._algorithm)
+            raise
         recorder = CallRecorder(inputs, self._lasting, self._scratch.storages)
         with self._scratch, recorder:
             with self._serial:

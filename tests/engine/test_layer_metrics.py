@@ -6,7 +6,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
+from hisparse.cache.counters import Counters
 from hisparse.testing import Request, Simulator
 from hisparse.testing.operations import Operations
 from hisparse.testing.recording import ReplayingSimulator
@@ -35,6 +37,15 @@ def test_layers_add_up_to_the_totals(kind: type[Simulator]) -> None:
     # Each layer selects as many pages, and finds others of them on the device.
     assert len({hits + misses for hits, misses in stats.layers}) == 1
     assert len(set(stats.layers)) == LAYERS
+
+
+def test_a_refused_row_takes_nothing_from_the_pages_that_were_away() -> None:
+    counters = Counters(torch.device("cpu"))
+    for away in ([3, -1, 0], [-1, 2, 1]):
+        counters.count("away_pages", torch.tensor(away, dtype=torch.int32))
+    counters.count("capped_selections", torch.tensor([[True, False], [True, True]]))
+    counters.publish()
+    assert counters.totals() == {"away_pages": 6, "capped_selections": 3}
 
 
 def operations_of_a_step(**settings: Any) -> Counter[str]:

@@ -5,6 +5,7 @@ A CUDA graph records a step; on a CPU a layer's kernel calls are recorded, if ke
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.streaming import Streaming
 from hisparse.algorithms.topp import TopP
+from hisparse.errors import AlgorithmError, HiSparseError, KernelError
 from hisparse.kernels import select
 from hisparse.kernels.build import cpu
 from hisparse.testing import Request, Simulator
@@ -247,3 +249,35 @@ def test_a_layer_is_one_call_where_kernels_alone_compute(
     assert all(map(torch.equal, got, expected))
     *_, plain, recorded = calls
     assert (recorded < plain / 2) == (name in ("sketch", "quest")), f"{recorded} calls of {plain}"
+
+
+@pytest.mark.parametrize("whose", ["algorithm", "engine"])
+def test_an_error_of_a_recorded_layer_is_that_of_an_unrecorded_one(whose: str) -> None:
+    """A server ends the requests of an algorithm's errors, which name it and the layer."""
+    found = []
+    for records in (False, True):
+        sim = Simulator(checked=False, layers=2, algorithm=Quest())
+        if not records:
+            sim.coordinator.decode.recordable.clear()
+        request = sim.request(1, 130, seed=1)
+        sim.prefill((request, 99))
+        for _ in range(4):
+            sim.decode(request)
+        assert bool(sim.coordinator.decode._recorded) == records
+        if whose == "algorithm":
+            request.host_pages[1] = 10_000
+        else:
+            sim.manager.device.state(1).lru_order[:] = 10_000
+        with pytest.raises(HiSparseError) as error:
+            sim.decode(request)
+        found.append((type(error.value), str(error.value)))
+    assert found[0] == found[1]
+    name, expected = {
+        "algorithm": (
+            AlgorithmError,
+            r"Quest \(.*\), layer 0, retrieve_topk: got KernelError",
+        ),
+        "engine": (KernelError, "lru_order: got slot 10000 in state row 3, entry 0, expected"),
+    }[whose]
+    assert found[0][0] is name
+    assert re.match(expected, found[0][1])

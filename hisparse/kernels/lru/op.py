@@ -94,7 +94,7 @@ class DiffTables(NamedTuple):
         load_host_pages: ``[R, K] int32``, host pages of the misses, in order of first occurrence.
         num_hits: ``[R] int32``, unique pages that were resident.
         num_misses: ``[R] int32``, unique pages that were not; -1 in rows that cannot be served.
-        away: ``[R] int32``, misses that the row does not wait for: ``num_misses``, and
+        away: ``[R] int32``, misses that the row does not wait for: ``num_misses``, -1 included, and
             ``attended`` leaves them out. None if rows wait.
     """
 
