@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include <list>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -16,17 +17,26 @@ void paged_attention(Arguments& in);
 
 namespace {
 
-// What went wrong first since take_host_error().
-std::mutex error_lock;
-std::string first_error;
+// Of an engine's calls, what went wrong first since take_host_error().
+struct Errors {
+  std::mutex lock;
+  std::string first;
+};
 
 // A call of paged_attention on tensors that stay where they are. A row attends the pages before the
 // first -1 of its page table, all of which are full.
 class HostAttention {
  public:
-  explicit HostAttention(Arguments& in) : threads_(omp_get_max_threads()) {
+  // Takes paged_attention's arguments but seq_lens.
+  HostAttention(std::shared_ptr<Errors> errors, int64_t layer, Arguments& in)
+      : errors_(std::move(errors)), layer_(layer), threads_(omp_get_max_threads()) {
     for (int i = 0; i < kTensors; ++i) {
-      if (const std::optional<TensorView> given = in.optional()) {
+      if (i == kSeqLens) {
+        tokens_.resize(tensor(kPageTable).size(0));
+        lens_ = {tokens_.data(), {kDLCPU, 0}, 1, {kDLInt, 32, 1}, &rows_, &one_, 0};
+        rows_ = static_cast<int64_t>(tokens_.size());
+        arguments_.emplace_back(&lens_);
+      } else if (const std::optional<TensorView> given = in.optional()) {
         arguments_.emplace_back(keep(*given));
       } else {
         arguments_.emplace_back(nullptr);
@@ -35,6 +45,8 @@ class HostAttention {
     for (int i = 0; i < 2; ++i) arguments_.emplace_back(in.number<double>());
     for (int i = 0; i < 2; ++i) arguments_.emplace_back(in.number<int64_t>());
   }
+
+  HostAttention(const HostAttention&) = delete;
 
   void run() {
     omp_set_num_threads(threads_);  // Of this thread only, which is one of CUDA's.
@@ -72,14 +84,13 @@ class HostAttention {
 
   TensorView tensor(int i) const { return arguments_[i].cast<TensorView>(); }
 
-  void count_tokens() const {
+  void count_tokens() {
     const TensorView table = tensor(kPageTable);
     const auto pages = rows_of<const int32_t>(table, "page_table");
-    int32_t* tokens = data_of<int32_t>(tensor(kSeqLens), "seq_lens");
     const auto page_size = static_cast<int32_t>(tensor(kKeys).size(2));
-    for (int64_t r = 0; r < table.size(0); ++r) {
+    for (int64_t r = 0; r < rows_; ++r) {
       const int32_t* end = std::find(pages[r], pages[r] + table.size(1), -1);
-      tokens[r] = static_cast<int32_t>(end - pages[r]) * page_size;
+      tokens_[r] = static_cast<int32_t>(end - pages[r]) * page_size;
     }
   }
 
@@ -87,34 +98,62 @@ class HostAttention {
   void fail(const std::string& what) const {
     std::fill_n(data_of<float>(tensor(kOut), "out"), tensor(kOut).numel(), 0.0f);
     std::fill_n(data_of<float>(tensor(kLse), "lse"), tensor(kLse).numel(), -INFINITY);
-    const std::lock_guard<std::mutex> lock(error_lock);
-    if (first_error.empty()) first_error = what;
+    const std::lock_guard<std::mutex> lock(errors_->lock);
+    if (!errors_->first.empty()) return;
+    errors_->first = "layer " + std::to_string(layer_) + ", attention in host memory: " + what;
   }
 
+  std::shared_ptr<Errors> errors_;
+  int64_t layer_;
   int threads_;
+  std::vector<int32_t> tokens_;
+  int64_t rows_ = 0, one_ = 1;  // Of tokens_: its size and stride.
+  DLTensor lens_;
   std::list<Kept> kept_;
   std::vector<tvm::ffi::AnyView> arguments_;
 };
 
+// The calls of an engine. Graphs make those that are kept.
+struct HostCalls {
+  std::shared_ptr<Errors> errors = std::make_shared<Errors>();
+  std::list<HostAttention> kept;
+};
+
+HostCalls* calls_of(int64_t handle) { return reinterpret_cast<HostCalls*>(handle); }
+
 void run(void* call) { static_cast<HostAttention*>(call)->run(); }
 
-int64_t host_function() { return reinterpret_cast<int64_t>(&run); }
-
-int64_t prepare_attention(Arguments& in) {
-  return reinterpret_cast<int64_t>(new HostAttention(in));
+void run_once(void* call) {
+  const std::unique_ptr<HostAttention> own(static_cast<HostAttention*>(call));
+  own->run();
 }
 
-void drop_attention(int64_t call) { delete reinterpret_cast<HostAttention*>(call); }
+int64_t host_function(bool keeps) { return reinterpret_cast<int64_t>(keeps ? &run : &run_once); }
+
+int64_t make_host_calls() { return reinterpret_cast<int64_t>(new HostCalls); }
+
+void drop_host_calls(int64_t handle) { delete calls_of(handle); }
+
+// The argument of host_function(): it is kept, or gone when that ends.
+int64_t prepare_attention(Arguments& in) {
+  HostCalls* calls = calls_of(in.number<int64_t>());
+  const bool keeps = in.number<bool>();
+  const auto layer = in.number<int64_t>();
+  if (keeps) return reinterpret_cast<int64_t>(&calls->kept.emplace_back(calls->errors, layer, in));
+  return reinterpret_cast<int64_t>(new HostAttention(calls->errors, layer, in));
+}
 
 // Empty: nothing went wrong.
-tvm::ffi::String take_host_error() {
-  const std::lock_guard<std::mutex> lock(error_lock);
-  return std::exchange(first_error, std::string());
+tvm::ffi::String take_host_error(int64_t handle) {
+  Errors& errors = *calls_of(handle)->errors;
+  const std::lock_guard<std::mutex> lock(errors.lock);
+  return std::exchange(errors.first, std::string());
 }
 
 HISPARSE_EXPORT_KERNEL(prepare_attention)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(host_function, host_function);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(drop_attention, drop_attention);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_host_calls, make_host_calls);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(drop_host_calls, drop_host_calls);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(take_host_error, take_host_error);
 
 }  // namespace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from hisparse.cache import SparseKVCacheManager
 from hisparse.cache.allocate import zeros
 from hisparse.cache.streams import Pending
 from hisparse.errors import ConfigError
-from hisparse.kernels import DiffTables, HostAttentionCall, paged_attention, raise_host_error
+from hisparse.kernels import DiffTables, HostAttentionCalls, paged_attention
 from hisparse.kernels.build import cuda
 from hisparse.kernels.build.cpu import cpu_library
 from hisparse.memory.costs import AwayBytes
@@ -87,15 +87,6 @@ class HostAttention:
         return torch.cat(parts)
 
 
-class _Call(NamedTuple):
-    """A call in the order of a stream, with what it reads and writes in page-locked memory."""
-
-    call: HostAttentionCall
-    queries: Tensor  # [R, Q, D], model's dtype
-    pages: Tensor  # [R, K] int32
-    results: Tensor  # out [R, Q, Dv], then lse [R, Q], float32, as one row
-
-
 class CudaHostAttention(HostAttention):
     """Attends for a GPU what was not there, in the order of the side stream.
 
@@ -119,45 +110,31 @@ class CudaHostAttention(HostAttention):
             raise ConfigError(
                 'miss: got "host" without native kernels, expected "transfer": CUDA calls C++'
             )
-        self._heads = policy.heads
+        self._calls = HostAttentionCalls(policy.heads)
         dtypes = policy.kv.dtype, torch.int32, torch.float32
         #: Queries, pages and results, a row each. Calls follow each other: one set is enough.
         self._pinned = [
             zeros((size // dtype.itemsize,), dtype, torch.device("cpu"), pin=True)
             for size, dtype in zip(sizes, dtypes, strict=True)
         ]
-        #: By layer, R and K. A graph may hold any of them.
-        self._calls: dict[tuple[int, int, int], _Call] = {}
 
     def _attend(
         self, layer_id: int, queries: Tensor, tables: DiffTables, rule: AttentionRule
     ) -> Attended:
-        pages = tables.load_host_pages
-        key = (layer_id, *pages.shape)
-        if key not in self._calls:
-            self._calls[key] = self._prepare(layer_id, queries, pages, rule)
-        made = self._calls[key]
-        made.queries.copy_(queries.contiguous(), non_blocking=True)
-        made.pages.copy_(pages, non_blocking=True)
-        made.call.launch(pages)
-        results = torch.empty_like(made.results, device=pages.device)
-        return _split(results.copy_(made.results, non_blocking=True), queries)
-
-    def _prepare(self, layer_id: int, queries: Tensor, pages: Tensor, rule: AttentionRule) -> _Call:
-        """The call for tensors of these shapes."""
-        host, lines = self._manager.host, queries.shape[0] * queries.shape[1]
+        host, pages = self._manager.host, tables.load_host_pages
         query, table, results = self._pinned
         query = query[: queries.numel()].view(queries.shape)
         table = table[: pages.numel()].view(pages.shape)
-        results = results[: lines * (host.kv.v_head_dim + 1)]
-        call = HostAttentionCall(
-            query, host.stored(layer_id), table, *_split(results, queries), rule=rule,
-            heads=self._heads,
-        )  # fmt: skip
-        return _Call(call, query, table, results)
+        results = results[: queries.shape[0] * queries.shape[1] * (host.kv.v_head_dim + 1)]
+        query.copy_(queries.contiguous(), non_blocking=True)
+        table.copy_(pages, non_blocking=True)
+        parts = _split(results, queries)
+        self._calls.launch(pages, layer_id, query, host.stored(layer_id), table, parts, rule)
+        own = torch.empty_like(results, device=pages.device)
+        return _split(own.copy_(results, non_blocking=True), queries)
 
     def raise_error(self) -> None:
-        raise_host_error()
+        self._calls.raise_error()
 
 
 def _split(results: Tensor, queries: Tensor) -> Attended:

@@ -24,7 +24,7 @@ from hisparse.engine import decode, host_attention
 from hisparse.engine.capabilities import check_miss
 from hisparse.engine.host_attention import CudaHostAttention
 from hisparse.errors import ConfigError, HiSparseError, KernelError
-from hisparse.kernels import HostAttentionCall
+from hisparse.kernels import HostAttentionCalls
 from hisparse.kernels.build import cuda
 from hisparse.memory.costs import Resources, away_bytes, make_sizing_request
 from hisparse.testing import Simulator
@@ -169,18 +169,21 @@ def test_an_error_of_the_cpu_is_raised_before_the_next_forward() -> None:
     sim = Simulator(**HOST, algorithm=Quest(), layers=1, max_row=64, checked=False)
     request = sim.request(1, 190, seed=1)
     sim.prefill((request, 150))
-    launch, tables = HostAttentionCall.launch, []
+    launch, tables = HostAttentionCalls.launch, []
 
-    def spoiled(self: HostAttentionCall, on: Tensor) -> None:
-        tables.append(self._tensors[4])
+    def spoiled(self: HostAttentionCalls, *given: Any) -> None:
+        tables.append(given[4])
         tables[-1][:, 0] = 10_000
-        launch(self, on)
+        launch(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostAttentionCall, "launch", spoiled)
+        patch.setattr(HostAttentionCalls, "launch", spoiled)
         sim.decode(request)
     assert tables
-    with pytest.raises(KernelError, match="in host memory: page_table: got 10000 in row 0"):
+    other = Simulator(**HOST, layers=1)
+    other.prefill((other.request(1, 90, seed=2), 80))
+    line = "^layer 0, attention in host memory: page_table: got 10000 in row 0"
+    with pytest.raises(KernelError, match=line):
         sim.decode(request)
     sim.decode(request)
 

@@ -36,10 +36,11 @@ PROCESSORS = 132
 #: Shared memory of a block, by compute capability.
 SHARED_BYTES = {(8, 0): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _CALLED_BY_CUDA = SimpleNamespace(
-    host_function=lambda: 0,
+    host_function=lambda keeps: 0,
+    make_host_calls=lambda: 0,
+    drop_host_calls=lambda calls: None,
     prepare_attention=lambda *given: 0,
-    drop_attention=lambda call: None,
-    take_host_error=lambda: "",
+    take_host_error=lambda calls: "",
 )
 _GUARD = Path(__file__).parent / "guard.cpp"
 

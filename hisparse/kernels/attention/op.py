@@ -15,10 +15,7 @@ from hisparse.kernels.operation import Operation
 from hisparse.kernels.quantize.op import STORED, check_scales
 from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
 
-__all__ = [
-    "HostAttentionCall", "chunk_attention", "merge_attention", "paged_attention",
-    "raise_host_error",
-]  # fmt: skip
+__all__ = ["HostAttentionCalls", "chunk_attention", "merge_attention", "paged_attention"]
 
 
 def _pages_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -132,60 +129,72 @@ def paged_attention(
     return out, lse
 
 
-class HostAttentionCall:
-    """:func:`paged_attention` on the CPU at a place in the order of a CUDA stream.
+class HostAttentionCalls:
+    """Makes calls of :func:`paged_attention` on the CPU at places in the order of a CUDA stream.
 
-    A thread of CUDA's driver makes the call, in C++ only: it takes no lock of Python's. If the call
-    fails, no row attends anything, and :func:`raise_host_error` raises the error.
+    A thread of CUDA's driver makes a call, in C++ only: it takes no lock of Python's. If the call
+    fails, no row attends anything, and :meth:`raise_error` raises the error. This object and the
+    tensors have to outlive the stream's work, and graphs.
 
     Args:
-        query, kv, rule, heads: as :func:`paged_attention` takes them, in host memory.
-        page_table: ``[R, P] int32``; a row attends the pages before its first -1, which are full.
-        out, lse: ``[R, Q, Dv]`` and ``[R, Q]``, float32, dense; written to.
+        heads: as :func:`paged_attention` takes them.
 
     Raises:
-        KernelError: a tensor is refused, or there are no C++ kernels.
+        KernelError: there are no C++ kernels.
     """
 
-    def __init__(
+    def __init__(self, heads: int) -> None:
+        library: Any = cpu_library()
+        if library is None:
+            raise KernelError("attention in host memory: got no C++ kernels, expected them")
+        self._library, self._heads = library, heads
+        self._calls = library.make_host_calls()
+        finalizer = weakref.finalize(self, library.drop_host_calls, self._calls)
+        finalizer.atexit = False  # A stream may still make calls as the process ends.
+
+    def launch(
         self,
+        on: Tensor,
+        layer_id: int,
         query: Tensor,
         kv: StoredKV,
         page_table: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
+        results: tuple[Tensor, Tensor],
         rule: AttentionRule,
-        heads: int,
     ) -> None:
-        lens = torch.zeros(len(page_table), dtype=torch.int32)
-        PAGED_ATTENTION("cpu", query, *kv, page_table, lens, values=(heads, "cpu"))
-        library: Any = cpu_library()
-        #: What the call reads and writes, kept alive.
-        self._tensors = (query, *kv, page_table, lens, out, lse)
-        self._function = library.host_function()
-        numbers = (rule.scale, rule.logit_cap, rule.window, heads)
-        self._call = library.prepare_attention(*self._tensors, *numbers)
-        finalizer = weakref.finalize(self, library.drop_attention, self._call)
-        finalizer.atexit = False  # A stream may still make the call as the process ends.
+        """Put a call into the current stream of a tensor's device, or into a capture there.
 
-    def launch(self, on: Tensor) -> None:
-        """Put the call into the current stream of a tensor's device, or into a capture there.
+        A captured call is kept as long as this object: a graph makes it again. Others are gone
+        when they have been made.
 
-        This object has to outlive the stream's work and the graph.
+        Args:
+            on: a tensor of the device.
+            layer_id: for the message of an error.
+            query, kv, rule: as :func:`paged_attention` takes them, in host memory.
+            page_table: ``[R, P] int32``; a row attends the pages before its first -1, which are
+                full.
+            results: out ``[R, Q, Dv]`` and lse ``[R, Q]``, float32, dense; written to.
+
+        Raises:
+            KernelError: a tensor is refused.
         """
-        call_cuda("launch_host_call", on, self._function, self._call)
+        lens, heads = torch.empty(len(page_table), dtype=torch.int32), self._heads
+        PAGED_ATTENTION("cpu", query, *kv, page_table, lens, values=(heads, "cpu"))
+        keeps = on.is_cuda and torch.cuda.is_current_stream_capturing()
+        call = self._library.prepare_attention(
+            self._calls, keeps, layer_id, query, *kv, page_table, *results,
+            rule.scale, rule.logit_cap, rule.window, heads,
+        )  # fmt: skip
+        call_cuda("launch_host_call", on, self._library.host_function(keeps), call)
 
+    def raise_error(self) -> None:
+        """Raise what went wrong in calls since the last time, if anything did.
 
-def raise_host_error() -> None:
-    """Raise what went wrong in calls of :class:`HostAttentionCall` since the last time, if any.
-
-    Raises:
-        KernelError: one line about the first error.
-    """
-    library: Any = cpu_library()
-    if library is not None and (message := str(library.take_host_error())):
-        raise KernelError(f"attention in host memory: {message}")
+        Raises:
+            KernelError: one line about the first error, which names the layer.
+        """
+        if message := str(self._library.take_host_error(self._calls)):
+            raise KernelError(message)
 
 
 def chunk_attention(
