@@ -47,6 +47,7 @@ struct Tile {
   int32_t group;      // queries of a KV head
   int32_t count;      // sketches that are there
   const uint8_t* const* sketches;      // and after them those of the next tile
+  bool last;                           // whether these queries are the last of their groups
   int64_t heads[kTile];                // the KV head, counted over requests
   float *tops, *totals;                // [count, stride], of the head's queries
   float unit[kTile];                   // times `levels` the scales
@@ -72,6 +73,15 @@ struct Tile {
   int32_t quads() const { return (layout().num_channels + kQuad - 1) / kQuad; }
   // That hold a number for each token.
   int32_t registers() const { return (layout().page_size + kTokens - 1) / kTokens * kVectors; }
+  // Brings a third of a sketch of the next tile into the cache, in the order in which steps need
+  // them. Each step does so while it computes: a processor waits if many reads are under way.
+  HISPARSE_INLINE void fetch_next(int32_t i, int32_t third) const {
+    if (!last) return;
+    const int32_t lines = (layout().channels() + 63) / 64, part = (third + 2) % 3;
+    for (int32_t line = lines * part / 3; line < lines * (part + 1) / 3; ++line) {
+      __builtin_prefetch(sketches[i + kTile] + 64 * line, 0, 3);
+    }
+  }
   // Room for the last register that is written, wherever it begins.
   int32_t chosen_stride() const { return kQueries * (places() + kPlaces); }
 };

@@ -93,6 +93,7 @@ HISPARSE_NOINLINE void add_codes(Tile<Layout>& tile) {
   const uint8_t *levels = tile.multiples.data(), *chosen = tile.chosen.data();
   Ints* out = tile.sums.data();
   for (int32_t i = 0; i < count; ++i) {
+    tile.fetch_next(i, 1);
     const uint8_t* packed = tile.sketches[i] + l.dim;
     for (int32_t t = 0; t < row; t += 4, out += kVectors * kQueries) {
       Ints sums[kVectors][G] = {};
@@ -130,6 +131,7 @@ HISPARSE_NOINLINE void add_weights(Tile<Layout>& tile, int32_t done) {
   const int32_t count = tile.count, page_size = tile.layout().page_size;
   const Ints* sums = tile.sums.data();
   for (int32_t i = 0; i < count; ++i) {
+    tile.fetch_next(i, 2);
     Floats weights[kQueries] = {};
     const auto powers = load_vector<Vec<float, kQueries>>(tile.units[i]) * kLog2E;
     for (int32_t t = 0; t < page_size; t += kTokens) {
@@ -168,6 +170,7 @@ template <typename Layout>
 void score_tile(const Queries& queries, Tile<Layout>& tile) {
   decode_levels(tile);
   for (int32_t done = 0; done < tile.group; done += kQueries) {
+    tile.last = done + kQueries >= tile.group;
     score_some(std::min(kQueries, tile.group - done), queries, tile, done);
   }
 }

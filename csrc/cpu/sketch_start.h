@@ -132,7 +132,7 @@ template <int G, typename Layout>
 HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, int32_t done) {
   const int32_t places = tile.places(), width = tile.width(), count = tile.count;
   const SketchLayout l = tile.layout();
-  const int32_t stride = tile.chosen_stride(), bytes = done == 0 ? l.channels() : 0;
+  const int32_t stride = tile.chosen_stride();
   const uint8_t* multiples = tile.multiples.data();
   uint8_t* chosen = tile.chosen.data();
   for (int32_t i = 0; i < count; ++i, chosen += stride) {
@@ -143,9 +143,7 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
   chosen = tile.chosen.data();
   for (int32_t i = 0; i < count; ++i, chosen += stride, multiples += 4 * places) {
     const int64_t block = tile.heads[i] * queries.blocks + done / kQueries;
-    // A little at a time: a processor waits if many reads are under way.
-    const uint8_t* ahead = tile.sketches[i + kTile];
-    for (int32_t at = 0; at < bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+    tile.fetch_next(i, 0);
     // Two sums for each query, or each product waits for the one before.
     Floats even[kQueries] = {}, odd[G] = {};
     const float* q = queries.floats.data() + (tile.heads[i] * tile.group + done) * width;

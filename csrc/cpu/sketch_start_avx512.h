@@ -77,16 +77,12 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
   const SketchLayout l = tile.layout();
   const int32_t places = tile.places(), width = tile.width(), count = tile.count;
   const int32_t stride = tile.chosen_stride() / kQueries;
-  const int32_t ahead = done == 0 ? l.channels() : 0;
   const uint8_t* levels = tile.levels.data();
   uint8_t* chosen = tile.chosen.data();
   Floats products[kTile][kQueries];
   using Four = Vec<float, kQueries>;
   for (int32_t i = 0; i < count; ++i, chosen += kQueries * stride) {
-    // A little at a time: a processor waits if many reads are under way.
-    for (int32_t at = 0; at < ahead; at += 64) {
-      __builtin_prefetch(tile.sketches[i + kTile] + at, 0, 2);
-    }
+    tile.fetch_next(i, 0);
     const uint8_t* sketch = tile.sketches[i];
     const int64_t first = (tile.heads[i] * queries.blocks + done / kQueries) * kQueries;
     const int8_t* high = queries.high.data() + first * width;
