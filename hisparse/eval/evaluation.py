@@ -114,6 +114,14 @@ def prefill(
     return found
 
 
+def decode(model: Any, rows: Any, tokens: Sequence[int]) -> Tensor:
+    """Feed a token to each row of a ``HiSparseCache``; the logits ``[B, V]`` of the next ones."""
+    ids = torch.tensor(tokens, device=model.device)[:, None]
+    positions = torch.tensor(rows.row_lengths, device=model.device)[:, None]
+    logits: Tensor = model(ids, position_ids=positions, past_key_values=rows).logits
+    return logits[:, -1]
+
+
 #: Called with a description, the steps done, and the number of steps.
 Progress = Callable[[str, int, int], None]
 
@@ -303,14 +311,9 @@ def score_items(
             if len(left) < len(active):
                 rows.batch_select_indices(torch.tensor(left))
                 active = [active[row] for row in left]
-            tokens = torch.tensor([[x.item.ids[step]] for x in active], device=model.device)
             scored = [row for row, x in enumerate(active) if step + 1 in x.item.scored]
             with _logits_of(model, scored):
-                logits = model(
-                    tokens,
-                    position_ids=torch.tensor(rows.row_lengths, device=model.device)[:, None],
-                    past_key_values=rows,
-                ).logits[:, -1]
+                logits = decode(model, rows, [x.item.ids[step] for x in active])
             for row, log_probs in zip(scored, logits.float().log_softmax(-1), strict=True):
                 scores = active[row]
                 value = log_probs[scores.item.ids[step + 1]]

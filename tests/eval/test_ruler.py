@@ -22,8 +22,8 @@ from tests.transformers.hf_models import GREEDY, byte_tokenizer, model
 
 #: What `make ruler` installed, apart.
 INSTALLED = Path(sys.prefix) / "ruler"
-#: Writes documents as RULER's does, with the same flags. "cwe" fails with code 0, "fwe" starts a
-#: process that never ends.
+#: Writes documents as RULER's does, with the same flags. "cwe" fails with code 0, "fwe" starts
+#: a process that never ends, and ends as that does.
 GENERATOR = """
 import argparse, json, os, pathlib, subprocess, sys, time
 flags = "save_dir task tokenizer_type tokenizer_path max_seq_length num_samples".split()
@@ -38,9 +38,10 @@ if given.task == "cwe":
     print("ValueError: no words")
     sys.exit()
 if given.task == "fwe":
-    child = subprocess.Popen(["python", "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen(["python", "-c", "while True: pass"])
     pathlib.Path(os.environ["PYTHONPATH"], "child").write_text(str(child.pid))
-    child.wait()
+    if child.wait():
+        sys.exit()
 folder = pathlib.Path(given.save_dir, given.task)
 folder.mkdir()
 with (folder / "validation.jsonl").open("w") as file:
@@ -146,10 +147,12 @@ def test_a_run_that_was_interrupted_goes_on(
     with pytest.raises(KeyboardInterrupt):
         evaluation(tmp_path / "parts", prompts, progress=stop).run()
     assert seen[-1] == ("vt of 1024: snapkv, 96", 4, 9)
+    assert [x.name for x in tmp_path.glob("parts/*/contexts-*")] == ["contexts-p0"]
     seen.clear()
     rest = evaluation(tmp_path / "parts", prompts, progress=lambda *x: seen.append(x)).run()
     assert rest == whole
     assert seen[0] == ("vt of 1024: snapkv, 96", 0, 5)
+    assert not list(tmp_path.glob("*/*/contexts-*"))
     more = parse_methods(["streaming", "oracle"], [96], [])
     seen.clear()
     evaluation(tmp_path / "parts", prompts, methods=more, progress=lambda *x: seen.append(x)).run()
