@@ -25,6 +25,7 @@
 # make ruler   .venv/ruler/, 250 MB more, RULER for `hisparse eval --ruler`; make test makes it itself
 # make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
 # make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
+# make redis-tools   .venv/redis/, Debian's Redis, 5 MB, which make test makes itself on Debian
 # make mooncake-tools   .venv/mooncake/, 150 MB, which PART=sweeps and make soak make on Debian
 # make older-triton   .venv/triton/, 600 MB, which PART=compile makes itself
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
@@ -42,7 +43,7 @@
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-sweeps test-isa test-sanitizers test-quality \
 	test-hostile test-models test-modes test-faults test-soak test-compile soak lint setup lm-eval ruler fuzz-tools \
-	older-triton site site-tools mooncake-tools gpu-check gpu-wheels pins audit \
+	older-triton site site-tools redis-tools mooncake-tools gpu-check gpu-wheels pins audit \
 	licences wheel docs clean
 
 export PYTHONUNBUFFERED := 1
@@ -52,6 +53,7 @@ demo: setup
 	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
 
 test: setup lm-eval ruler site-tools
+	-@$(MAKE) --no-print-directory redis-tools
 	@$(python) scripts/run_tests.py
 
 parts := sweeps isa sanitizers compile quality hostile models modes faults soak
@@ -61,7 +63,7 @@ test-all:
 	@$(MAKE) --no-print-directory test-$(PART)
 
 test-sweeps: setup
-	-@$(MAKE) --no-print-directory mooncake-tools
+	-@$(MAKE) --no-print-directory mooncake-tools redis-tools
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
 		--ignore tests/server
@@ -164,6 +166,15 @@ mooncake-tools: setup
 		apt-get --quiet --quiet download libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 && \
 		for each in *.deb; do dpkg-deb --extract $$each . || exit 1; done && \
 		cp ../../../requirements/mooncake.txt ../pins.txt; }
+
+# Lists of packages may be absent on a new machine; who is root can get them.
+redis-tools: setup
+	@test -x .venv/redis/usr/bin/redis-server || { \
+		rm -rf .venv/redis && mkdir .venv/redis && cd .venv/redis && \
+		download() { apt-get --quiet --quiet download redis-server redis-tools libatomic1 \
+			libjemalloc2 liblzf1; } && \
+		{ download 2>/dev/null || { apt-get --quiet --quiet update && download; }; } && \
+		for each in *.deb; do dpkg-deb --extract $$each . || exit 1; done; }
 
 # The variable leaves out a notice about a release that the pins do not take. With --quiet, MkDocs
 # would count no warnings.

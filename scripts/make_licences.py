@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Extras with packages that hisparse imports when it runs.
-EXTRAS = ("eval", "bench", "sglang")
+EXTRAS = ("eval", "bench", "kvcm", "sglang")
 
 _INTRO = """\
 # Licences
@@ -27,9 +27,7 @@ After this page you know the licence of each package that hisparse needs when it
 package's own metadata states it. hisparse itself is under Apache-2.0 and contains no code of these
 packages. `make licences` generates the page from the CPU set-up; do not edit it. A set-up for CUDA
 brings further packages, among them NVIDIA's libraries, which have a licence of their own.
-
-| needed by | licence | packages |
-|---|---|---|"""
+"""
 
 
 def _licence(metadata: PackageMetadata) -> str:
@@ -83,13 +81,13 @@ def make_licences() -> str:
     packages: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sorted(needed_by):
         packages[needed_by[name], _licence(distribution(name).metadata)].append(name)
-    rows = [
-        f"| {group} | {licence} | {', '.join(names)} |"
-        for group in groups
-        for (user, licence), names in sorted(packages.items())
-        if user == group
-    ]
-    return "\n".join([_INTRO, *rows]) + "\n"
+    lines = [_INTRO]
+    for group in groups:
+        found = sorted(item for item in packages.items() if item[0][0] == group)
+        lines += [f"## For {group}", ""]
+        lines += [f"- {licence}: {', '.join(names)}" for (_, licence), names in found]
+        lines.append("")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ setup_cpu() {
 setup_cuda() {
     echo "setup: the CUDA set-up lets pip resolve $sglang; it is untested here"
     step 2 "hisparse from this folder with sglang, torch and the tools for tests (several GB)"
-    pip_install -e ".[sglang,dev]" ||
-        die "hisparse[sglang,dev] could not be installed; pip's message is above"
+    pip_install -e ".[sglang,kvcm,dev]" ||
+        die "hisparse[sglang,kvcm,dev] could not be installed; pip's message is above"
 }
 
 python=$(find_python)

@@ -2,12 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hisparse.cli.terminal import add_command
+from hisparse.cli.terminal import Values, add_command, add_flag, file, string
+from hisparse.errors import ConfigError
+from hisparse.units import parse_memory
+
+if TYPE_CHECKING:
+    from hisparse.kvcm.server import Ports
+
+_PORT = Values(int, "a port", "PORT", lambda x: 0 <= x < 1 << 16, several=False)
+_HOST, _ROOT, _CAPACITY = "127.0.0.1", "/data/nfs/", "30GB"
+#: Name of the flag, default, and what listens.
+_PORTS = (
+    ("rpc", 6381, "gRPC of engines"),
+    ("http", 6382, "HTTP of engines"),
+    ("admin-rpc", 6491, "gRPC of administrators; may be that of engines"),
+    ("admin-http", 6492, "HTTP of administrators"),
+)
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     parser = add_command(commands, "kvcm", "a manager for caches that many servers share")
-    parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    text = "run the manager until a signal ends it"
+    parser = add_command(actions, "serve", text, _serve, json=False)
+    text = "what keeps the metadata: a file or redis://host:port (without it nothing does)"
+    add_flag(parser, "--store", string, text, "", metavar="PLACE")
+    add_flag(parser, "--root", string, "folder of blocks that engines mount", _ROOT, metavar="DIR")
+    add_flag(parser, "--capacity", string, "bytes of blocks", _CAPACITY, metavar="SIZE")
+    text = "JSON of a storage and a group, instead of --root and --capacity"
+    add_flag(parser, "--startup-config", file, text)
+    add_flag(parser, "--host", string, "address to listen on", _HOST, metavar="ADDRESS")
+    for name, port, text in _PORTS:
+        add_flag(parser, f"--{name}-port", _PORT, text, port)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    missing = [x for x in ("grpc", "grpc_tools", "starlette", "uvicorn") if not _is_there(x)]
+    if missing:
+        raise ConfigError(f"kvcm: got no {missing[0]}, expected pip install 'hisparse[kvcm]'")
+    from hisparse.kvcm.server import Ports, serve
+    from hisparse.kvcm.startup import default_startup, load_startup
+
+    if arguments.startup_config is not None:
+        startup = load_startup(arguments.startup_config)
+    else:
+        capacity = parse_memory("--capacity", arguments.capacity)
+        startup = default_startup(Path(arguments.root).absolute(), int(capacity))
+    ports = Ports(
+        arguments.host, arguments.rpc_port, arguments.http_port, arguments.admin_rpc_port,
+        arguments.admin_http_port,
+    )  # fmt: skip
+    asyncio.run(serve(arguments.store, startup, ports, _print_ports))
+    return 0
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _print_ports(ports: Ports) -> None:
+    print(
+        f"kvcm: engines at {ports.host} gRPC {ports.rpc} HTTP {ports.http}, administrators gRPC "
+        f"{ports.admin_rpc} HTTP {ports.admin_http}",
+        flush=True,
+    )

@@ -1,0 +1,97 @@
+"""Makes room before quotas are full: the least recently used blocks go first."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+
+from hisparse.kvcm.blocks import AT_ONCE, remove_blocks
+from hisparse.kvcm.state import SERVING, Block, Group, Instance, State
+
+
+async def reclaim(state: State) -> None:
+    """Remove blocks of groups that are above a level, down to that level and no further.
+
+    The level is a share of each quota, and lower where a write found no room. Blocks that wait for
+    deletion count as gone.
+    """
+    for group in list(state.groups.values()):
+        instances = [x for x in state.instances.values() if x.group is group]
+        config, needed, group.needed = group.config, group.needed, 0
+        share = _share(group)
+        types: tuple[int, ...]
+        for quota in config.quota.quota_config:
+            types = (quota.storage_type,)
+            level = _level(quota.capacity, share, needed)
+            await _free_bytes(state, group, instances, types, level)
+        level = _level(config.quota.capacity, share, needed)
+        trigger = config.cache_config.reclaim_strategy.trigger_strategy
+        if trigger.used_size > 0:
+            level = min(level, trigger.used_size)
+        await _free_bytes(state, group, instances, tuple(group.used), level)
+        most = config.cache_config.meta_indexer_config.max_key_count
+        for instance in instances:
+            needed, instance.needed = instance.needed, 0
+            await _free_keys(state, instance, _level(most, share, needed))
+
+
+def _share(group: Group) -> float:
+    """The share of a quota up to which blocks stay; a configuration without one keeps all."""
+    strategy = group.config.cache_config.reclaim_strategy
+    return float(strategy.trigger_strategy.used_percentage) or 1.0
+
+
+def _level(capacity: int, share: float, needed: int) -> float:
+    """What may stay, so that ``needed`` more fit; what can never fit is not asked for."""
+    return min(capacity * share, capacity - needed if needed <= capacity else capacity)
+
+
+async def _free_bytes(
+    state: State, group: Group, instances: list[Instance], types: tuple[int, ...], level: float
+) -> None:
+    while True:
+        used = sum(group.used[x] - group.leaving[x] for x in types)
+        excess, victims = math.ceil(used - level), list[Block]()
+        for block in _oldest(instances, types):
+            if excess <= 0 or len(victims) == AT_ONCE:
+                break
+            victims.append(block)
+            excess -= block.size
+        if not await _remove(state, victims):
+            return
+
+
+async def _free_keys(state: State, instance: Instance, level: float) -> None:
+    types = tuple(storage.type for storage in instance.blocks)
+    while True:
+        staying = instance.num_keys - instance.num_leaving
+        excess = math.ceil(staying - level)
+        oldest = _oldest([instance], types) if excess > 0 else iter(())
+        victims = [block for block, _ in zip(oldest, range(min(excess, AT_ONCE)), strict=False)]
+        if not await _remove(state, victims):
+            return
+
+
+async def _remove(state: State, victims: list[Block]) -> bool:
+    """Remove blocks of one group; whether there were any."""
+    if not victims:
+        return False
+    delay = victims[0].instance.group.delay
+    removed = await remove_blocks(state, victims, delay)
+    state.counters["cache_reclaimer.block_submit_count", ""] += len(removed)
+    return bool(removed)
+
+
+def _oldest(instances: Iterable[Instance], types: tuple[int, ...]) -> Iterator[Block]:
+    """Blocks that serve, those of the longest unused first."""
+    shelves = [
+        blocks.values()
+        for instance in instances
+        for storage, blocks in instance.blocks.items()
+        if storage.type in types
+    ]
+    for block in heapq.merge(*shelves, key=attrgetter("time")):
+        if block.status == SERVING:
+            yield block

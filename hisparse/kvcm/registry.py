@@ -1,0 +1,287 @@
+"""Administration: storages, groups of instances, instances."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import islice
+from typing import Any
+
+from hisparse.errors import quoted
+from hisparse.kvcm.blocks import AT_ONCE, end_session, trim
+from hisparse.kvcm.state import Group, Instance, State
+from hisparse.kvcm.storages import Storage, check_part
+from hisparse.kvcm.wire import ADMIN, ServiceError
+
+
+def invalid(message: str) -> ServiceError:
+    """The error of a request that cannot be right."""
+    return ServiceError("INVALID_ARGUMENT", message)
+
+
+def _failed(message: str) -> ServiceError:
+    return ServiceError("INTERNAL_ERROR", message)
+
+
+def require(message: Any, *names: str) -> None:
+    """Refuse a message without one of these fields.
+
+    Args:
+        message: a request or a part of one.
+        names: of fields; "a.b" is a field of the field a.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    for path in names:
+        value = message
+        for name in path.split("."):
+            value = getattr(value, name)
+        empty = not value.ByteSize() if hasattr(value, "ByteSize") else not value
+        if empty:
+            raise invalid(f"{path}: got nothing, expected a value")
+
+
+class Registry:
+    """Changes to the configuration, one after another.
+
+    Args:
+        state: to change.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._lock = asyncio.Lock()
+
+    # -- Storages ---------------------------------------------------------------------------
+
+    def storage(self, name: str) -> Storage:
+        """A storage that there is; else INTERNAL_ERROR."""
+        try:
+            return self._state.storages[name]
+        except KeyError:
+            raise _failed(f"storage: got {quoted(name)}, expected one of those listed") from None
+
+    async def add_storage(self, config: Any) -> None:
+        """Add a storage, which is available at once."""
+        async with self._lock:
+            name = config.global_unique_name
+            if name in self._state.storages:
+                raise _failed(f"storage {quoted(name)}: got one that exists, expected a new name")
+            await self._keep_storage(Storage(self._state.new_number(), config, True))
+
+    async def _keep_storage(self, storage: Storage) -> None:
+        await self._state.writer.write({storage.number: storage.record()})
+        self._state.storages[storage.name] = storage
+
+    async def set_available(self, name: str, available: bool) -> None:
+        """Show a storage's blocks and write to it, or neither."""
+        async with self._lock:
+            storage = self.storage(name)
+            before, storage.available = storage.available, available
+            try:
+                await self._state.writer.write({storage.number: storage.record()})
+            except OSError:
+                storage.available = before
+                raise
+
+    async def remove_storage(self, name: str) -> None:
+        """Forget a storage and its blocks; its files stay."""
+        async with self._lock:
+            storage = self.storage(name)
+            storage.available = False
+            await self._forget_blocks(storage)
+            await self._state.writer.write({storage.number: None})
+            del self._state.storages[name]
+
+    async def update_storage(self, config: Any, force: bool) -> None:
+        """Replace a storage's configuration. If it has blocks, only force moves its root."""
+        async with self._lock:
+            old = self.storage(config.global_unique_name)
+            new = Storage(old.number, config, old.available)
+            holds = any(x.blocks.get(old) for x in self._state.instances.values())
+            if (new.scheme, new.root) != (old.scheme, old.root):
+                if holds and not force:
+                    text = "got another root and blocks below the old one, expected force_update"
+                    raise _failed(f"storage {quoted(old.name)}: {text}")
+                await self._forget_blocks(old)
+            await self._state.writer.write({old.number: new.record()})
+            old.configure(config)
+
+    async def _forget_blocks(self, storage: Storage) -> None:
+        state = self._state
+        for session in list(state.sessions.values()):
+            if any(block.file.storage is storage for block in session.blocks):
+                del state.sessions[session.id]
+                await state.writer.write({session.number: None})
+        for instance in list(state.instances.values()):
+            blocks = instance.blocks.get(storage)
+            while blocks:
+                some = list(islice(blocks.values(), AT_ONCE))
+                for block in some:
+                    state.drop(block)
+                await state.writer.write({block.number: None for block in some})
+
+    # -- Groups -----------------------------------------------------------------------------
+
+    def group(self, name: str) -> Group:
+        """A group that there is; else INTERNAL_ERROR."""
+        try:
+            return self._state.groups[name]
+        except KeyError:
+            choices = ", ".join(self._state.groups) or "none"
+            raise _failed(
+                f"instance group: got {quoted(name)}, expected one of: {choices}"
+            ) from None
+
+    async def create_group(self, config: Any) -> None:
+        """Add a group of instances."""
+        check_group(config)
+        async with self._lock:
+            if config.name in self._state.groups:
+                text = "got one that exists, expected a new name"
+                raise _failed(f"instance group {quoted(config.name)}: {text}")
+            group = Group(self._state.new_number(), config)
+            await self._state.writer.write({group.number: group.record()})
+            self._state.groups[config.name] = group
+
+    async def update_group(self, config: Any, current_version: int) -> None:
+        """Replace a group's configuration, if nobody did so in between."""
+        check_group(config)
+        async with self._lock:
+            group = self.group(config.name)
+            version = group.config.version
+            if current_version != version:
+                raise _failed(f"current_version: got {current_version}, expected {version}")
+            if config.version <= version:
+                raise _failed(f"version: got {config.version}, expected more than {version}")
+            await self._state.writer.write({group.number: Group(group.number, config).record()})
+            group.config = config
+
+    async def remove_group(self, name: str) -> None:
+        """Remove a group without instances."""
+        async with self._lock:
+            group = self.group(name)
+            used = [x.id for x in self._state.instances.values() if x.group is group]
+            if used:
+                text = f"got {len(used)} instances, expected none"
+                raise _failed(f"instance group {quoted(name)}: {text}")
+            await self._state.writer.write({group.number: None})
+            del self._state.groups[name]
+
+    # -- Instances --------------------------------------------------------------------------
+
+    async def register(self, request: Any) -> Instance:
+        """Add an instance, or find the one of this id if it is the same."""
+        info = instance_info(request)
+        async with self._lock:
+            known = self._state.instances.get(info.instance_id)
+            group = self.group(info.instance_group_name)
+            if known is not None:
+                _check_same(known.info, info)
+                return known
+            info.quota_group_name = group.config.global_quota_group_name
+            instance = Instance(self._state.new_number(), info, group)
+            await self._state.writer.write({instance.number: instance.record()})
+            self._state.instances[info.instance_id] = instance
+            return instance
+
+    def instance(self, name: str) -> Instance:
+        """An instance that there is; else INSTANCE_NOT_EXIST."""
+        try:
+            return self._state.instances[name]
+        except KeyError:
+            raise ServiceError(
+                "INSTANCE_NOT_EXIST", f"instance: got {quoted(name)}, expected a registered one"
+            ) from None
+
+    async def remove_instance(self, group: str, name: str) -> None:
+        """Remove an instance, its writes and its blocks."""
+        async with self._lock:
+            instance = self.instance(name)
+            if group and group != instance.group.config.name:
+                raise _failed(f"instance_group: got {quoted(group)}, expected the instance's")
+            instance.removed = True
+            del self._state.instances[name]
+            changes: dict[int, bytes | None] = {instance.number: instance.record()}
+            if not instance.num_keys:
+                changes[instance.number] = None
+            sessions = [x for x in self._state.sessions.values() if x.instance is instance]
+            for session in sessions:
+                del self._state.sessions[session.id]
+            await self._state.writer.write(changes)
+            for session in sessions:
+                await end_session(self._state, session, [])
+            await trim(self._state, instance)
+
+
+def check_group(config: Any) -> None:
+    """Refuse a group that lacks what every group has.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    index = "cache_config.meta_indexer_config"
+    require(
+        config, "name", "storage_candidates", "global_quota_group_name", "cache_config",
+        "cache_config.data_storage_strategy", "cache_config.reclaim_strategy.storage_unique_name",
+        f"{index}.meta_storage_backend_config.storage_type",
+        f"{index}.meta_cache_policy_config.type",
+    )  # fmt: skip
+    share = config.cache_config.reclaim_strategy.trigger_strategy.used_percentage
+    if not 0 <= share <= 1:
+        raise invalid(f"used_percentage: got {share}, expected 0 to 1")
+
+
+def instance_info(request: Any) -> Any:
+    """The ``InstanceInfo`` that a request registers.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    require(
+        request, "instance_group", "instance_id", "model_deployment.model_name",
+        "model_deployment.dtype", "location_spec_infos",
+    )  # fmt: skip
+    info = ADMIN.InstanceInfo(
+        instance_group_name=request.instance_group,
+        instance_id=request.instance_id,
+        block_size=request.block_size,
+    )
+    info.model_deployment.MergeFromString(request.model_deployment.SerializeToString())
+    names = set()
+    check_part("instance_id", request.instance_id)
+    for spec in request.location_spec_infos:
+        require(spec, "name")
+        check_part("location_spec_infos.name", spec.name)
+        if spec.size < 0:
+            raise invalid(f"size of {spec.name}: got {spec.size}, expected bytes")
+        if spec.name in names:
+            raise invalid(f"location_spec_infos: got {spec.name} twice, expected different names")
+        names.add(spec.name)
+        info.location_spec_infos.add(name=spec.name, size=spec.size)
+    for group in request.location_spec_groups:
+        unknown = sorted(set(group.spec_names) - names)
+        if not group.name or not group.spec_names or unknown:
+            text = f"got {quoted(unknown or group.name)}, expected names and specs of these"
+            raise invalid(f"location_spec_groups: {text}: {', '.join(sorted(names))}")
+        info.location_spec_groups.add(name=group.name, spec_names=group.spec_names)
+    return info
+
+
+def _check_same(known: Any, new: Any) -> None:
+    def compared(info: Any) -> Any:
+        copy = ADMIN.InstanceInfo()
+        copy.CopyFrom(info)
+        copy.model_deployment.ClearField("user_data")
+        copy.ClearField("instance_group_name")  # Upstream does not compare it either.
+        copy.ClearField("quota_group_name")
+        return copy
+
+    one, other = compared(known), compared(new)
+    for field in one.DESCRIPTOR.fields:
+        if getattr(one, field.name) != getattr(other, field.name):
+            raise ServiceError(
+                "DUPLICATE_ENTITY",
+                f"instance {quoted(known.instance_id)}: got another {field.name}, expected the "
+                "registered one",
+            )

@@ -1,0 +1,231 @@
+"""What each method of both services does with a request; a method without a function is not built.
+
+Names of functions are those of the methods in snake_case. Each fills the response; an error is
+raised.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from hisparse.kvcm import cache
+from hisparse.kvcm.blocks import begin_session, remove_blocks, trim
+from hisparse.kvcm.metrics import metrics
+from hisparse.kvcm.registry import Registry, invalid, require
+from hisparse.kvcm.state import STATUS_NAMES, Block, Instance, State
+from hisparse.kvcm.storages import describe
+from hisparse.kvcm.wire import META, ServiceError
+
+_QUERY = META.QueryType
+_TRIM = META.TrimStrategy
+_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}
+
+
+def _add_locations(
+    locations: Any, blocks: Iterable[Block | None], instance: Instance, names: Iterable[str] = ()
+) -> None:
+    """Add the location of each block, with all parts or those of these names."""
+    wanted = set(names)
+    add = locations.add
+    for block in blocks:
+        if not wanted:
+            add().MergeFromString(instance.missing if block is None else block.encode())
+            continue
+        if block is not None:
+            parts = [x for x in instance.parts[block.parts] if x in wanted]
+            location = block.location(parts)
+        else:
+            location = META.CacheLocation.FromString(instance.missing)
+            kept = [x for x in location.location_specs if x.name in wanted]
+            del location.location_specs[:]
+            location.location_specs.extend(kept)
+        add().MergeFrom(location)
+
+
+class _Common:
+    """What both services have.
+
+    Args:
+        state: of the manager.
+        registry: changes its configuration.
+    """
+
+    def __init__(self, state: State, registry: Registry) -> None:
+        self._state = state
+        self._registry = registry
+
+    async def register_instance(self, request: Any, response: Any) -> None:
+        await self._registry.register(request)
+        response.header.status.message = "registered"
+
+    async def get_instance_info(self, request: Any, response: Any) -> None:
+        require(request, "instance_id")
+        instance = self._registry.instance(request.instance_id)
+        response.instance_info.MergeFromString(instance.info.SerializeToString())
+
+    async def get_cache_meta(self, request: Any, response: Any) -> None:
+        instance = self._registry.instance(request.instance_id)
+        blocks = list(map(cache.finder(instance), await cache.keys_of(request, instance)))
+        for block, location in zip(blocks, map(_encoded(instance), blocks), strict=True):
+            response.locations.add().MergeFromString(location)
+            found = {"id": "", "status": "CLS_NOT_FOUND"}
+            if block is not None:
+                found = {"id": block.file.name[-8:], "status": STATUS_NAMES[block.status]}
+            response.metas.append(json.dumps(found, separators=(",", ":")))
+
+    async def remove_cache(self, request: Any, response: Any) -> None:
+        instance = self._registry.instance(request.instance_id)
+        keys = set(await cache.keys_of(request, instance))
+        found = [
+            blocks[key]
+            for storage, blocks in instance.blocks.items()
+            for key in keys
+            if storage.available and key in blocks
+        ]
+        await remove_blocks(self._state, found, instance.group.delay)
+
+
+def _encoded(instance: Instance) -> Any:
+    return lambda block: instance.missing if block is None else block.encode()
+
+
+class MetaService(_Common):
+    """What engines call."""
+
+    async def register_instance(self, request: Any, response: Any) -> None:
+        instance = await self._registry.register(request)
+        names = instance.group.config.storage_candidates
+        known = [self._state.storages[x] for x in names if x in self._state.storages]
+        response.storage_configs = describe(known)
+        response.header.status.message = "registered"
+
+    async def get_instance_info(self, request: Any, response: Any) -> None:
+        await super().get_instance_info(request, response)
+        response.instance_group = response.instance_info.instance_group_name
+
+    async def get_cache_location(self, request: Any, response: Any) -> None:
+        instance = self._registry.instance(request.instance_id)
+        keys = await cache.keys_of(request, instance)
+        blocks: list[Block | None]
+        if request.query_type == _QUERY["QT_PREFIX_MATCH"]:
+            blocks = [*cache.prefix_match(instance, keys, request.block_mask)]
+            self._state.gauges["manager.prefix_match_len", ""] = float(len(blocks))
+        elif request.query_type == _QUERY["QT_BATCH_GET"]:
+            blocks = cache.batch_get(instance, keys)
+        elif request.query_type == _QUERY["QT_REVERSE_ROLL_SW_MATCH"]:
+            blocks = cache.last_window(instance, keys, request.sw_size)
+        else:
+            choices = ", ".join(name for name, number in _QUERY.items() if number)
+            raise invalid(f"query_type: got {request.query_type}, expected one of: {choices}")
+        self._state.gauges["manager.request_key_count", ""] = float(len(keys))
+        _add_locations(response.locations, blocks, instance, request.location_spec_names)
+
+    async def start_write_cache(self, request: Any, response: Any) -> None:
+        instance = self._registry.instance(request.instance_id)
+        keys = await cache.keys_of(request, instance)
+        session, exists = cache.start_write(
+            self._state, instance, keys, request.location_spec_group_names,
+            request.write_timeout_seconds,
+        )  # fmt: skip
+        await begin_session(self._state, session)
+        self._state.counters["data_storage.create_keys_counter", ""] += len(session.blocks)
+        response.write_session_id = session.id
+        count = sum(exists)
+        if all(exists[:count]):
+            response.block_mask.offset = count
+        else:
+            response.block_mask.bool_masks.values.extend(exists)
+        _add_locations(response.locations, session.blocks, instance)
+
+    async def finish_write_cache(self, request: Any, response: Any) -> None:
+        instance = self._registry.instance(request.instance_id)
+        await cache.finish_write(
+            self._state, instance, request.write_session_id, request.success_blocks
+        )
+
+    async def trim_cache(self, request: Any, response: Any) -> None:
+        instance = self._registry.instance(request.instance_id)
+        if request.strategy in (_TRIM["TS_REMOVE_ALL_META"], _TRIM["TS_TIMESTAMP"]):
+            raise ServiceError("UNSUPPORTED", "strategy: expected TS_REMOVE_ALL_CACHE")
+        if request.strategy != _TRIM["TS_REMOVE_ALL_CACHE"]:
+            raise invalid(f"strategy: got {request.strategy}, expected TS_REMOVE_ALL_CACHE")
+        await trim(self._state, instance)
+
+
+class AdminService(_Common):
+    """What administrators call."""
+
+    async def add_storage(self, request: Any, response: Any) -> None:
+        require(request, "storage")
+        await self._registry.add_storage(request.storage)
+
+    async def enable_storage(self, request: Any, response: Any) -> None:
+        require(request, "storage_unique_name")
+        await self._registry.set_available(request.storage_unique_name, True)
+
+    async def disable_storage(self, request: Any, response: Any) -> None:
+        require(request, "storage_unique_name")
+        await self._registry.set_available(request.storage_unique_name, False)
+
+    async def remove_storage(self, request: Any, response: Any) -> None:
+        require(request, "storage_unique_name")
+        await self._registry.remove_storage(request.storage_unique_name)
+
+    async def update_storage(self, request: Any, response: Any) -> None:
+        require(request, "storage")
+        await self._registry.update_storage(request.storage, request.force_update)
+
+    async def list_storage(self, request: Any, response: Any) -> None:
+        response.storage.extend(x.config for x in self._state.storages.values())
+
+    async def create_instance_group(self, request: Any, response: Any) -> None:
+        require(request, "instance_group")
+        await self._registry.create_group(request.instance_group)
+
+    async def update_instance_group(self, request: Any, response: Any) -> None:
+        require(request, "instance_group")
+        await self._registry.update_group(request.instance_group, request.current_version)
+
+    async def remove_instance_group(self, request: Any, response: Any) -> None:
+        require(request, "name")
+        await self._registry.remove_group(request.name)
+
+    async def get_instance_group(self, request: Any, response: Any) -> None:
+        require(request, "name")
+        response.instance_group.CopyFrom(self._registry.group(request.name).config)
+
+    async def get_cache_meta(self, request: Any, response: Any) -> None:
+        require(request, "instance_id")
+        await super().get_cache_meta(request, response)
+
+    async def remove_cache(self, request: Any, response: Any) -> None:
+        require(request, "instance_id")
+        await super().remove_cache(request, response)
+
+    async def remove_instance(self, request: Any, response: Any) -> None:
+        require(request, "instance_id")
+        await self._registry.remove_instance(request.instance_group, request.instance_id)
+
+    async def list_instance_info(self, request: Any, response: Any) -> None:
+        require(request, "instance_group_name")
+        name = request.instance_group_name
+        found = [x.info for x in self._state.instances.values()]
+        response.instance_info.extend(x for x in found if x.instance_group_name == name)
+
+    async def get_metrics(self, request: Any, response: Any) -> None:
+        response.timestamp = int(time.time() * 1000)
+        for name, value, tags in metrics(self._state):
+            metric = response.metrics.add(metric_name=name)
+            if isinstance(value, int):
+                metric.metric_value.int_value = value
+            else:
+                metric.metric_value.float_value = value
+            for key, text in tags.items():
+                metric.metric_tags.add(tag_key=key, tag_value=text)
+
+    async def check_health(self, request: Any, response: Any) -> None:
+        response.is_leader = response.is_health = True
+        response.elector_last_loop_time_ms = int(time.time() * 1000)

@@ -1,0 +1,148 @@
+"""Where the bytes of blocks lie: URIs that engines get, and files that the manager deletes.
+
+Engines write and read the bytes; none pass through the manager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import posixpath
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+from google.protobuf.json_format import MessageToDict
+
+from hisparse.errors import quoted
+from hisparse.kvcm.wire import META, ServiceError
+
+#: Field of a StorageConfig to the type in URIs and start-up files, and to its number. The others
+#: have no files.
+TYPES: Final = {
+    "nfs": ("file", META.StorageType["ST_NFS"]),
+    "threefs": ("hf3fs", META.StorageType["ST_3FS"]),
+}
+MAX_BLOCKS_PER_FILE: Final = 4096
+_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+#: What may stand in a URI without a meaning of its own.
+_ODD = re.compile(r"[\s?#&=%\x00-\x1f\x7f]")
+_MAX_PART: Final = 200
+
+
+def _invalid(field: str, value: object, expected: str) -> ServiceError:
+    message = f"{field}: got {quoted(value)}, expected {expected}"
+    return ServiceError("INVALID_ARGUMENT", message)
+
+
+def check_part(field: str, value: str) -> None:
+    """Refuse a name that would lead out of a storage's folder, or that a URI cannot have.
+
+    Args:
+        field: name of the request's field, for the message.
+        value: one part of a path, or several with "/" between them.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    if (
+        len(value) > _MAX_PART
+        or _ODD.search(value)
+        or any(part in ("", ".", "..") for part in value.split("/"))
+    ):
+        expected = f"up to {_MAX_PART} characters without spaces, ?#&=% and parts like '..'"
+        raise _invalid(field, value, expected)
+
+
+class Storage:
+    """A folder that all engines mount.
+
+    Args:
+        number: of its record.
+        config: a ``StorageConfig``.
+        available: whether queries and writes use it.
+
+    Attributes:
+        root: absolute path, with "/" at both ends.
+        scheme: the type in URIs.
+        type: number of the type.
+        blocks_per_file: at most.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+
+    def __init__(self, number: int, config: Any, available: bool) -> None:
+        self.number = number
+        self.available = available
+        self.configure(config)
+
+    def configure(self, config: Any) -> None:
+        """Take a configuration; raises as the constructor does, and changes nothing then."""
+        name, field = config.global_unique_name, config.WhichOneof("storage_spec")
+        if not _NAME.fullmatch(name):
+            raise _invalid("global_unique_name", name, "up to 128 letters, digits, '.', '_', '-'")
+        if field not in TYPES:
+            raise _invalid("storage_spec", field or "none", " or ".join(TYPES))
+        spec = getattr(config, field)
+        if field == "nfs":
+            root = spec.root_path
+        else:
+            root = posixpath.join(spec.mountpoint, spec.root_dir.lstrip("/"))
+        folder = posixpath.normpath(root).strip("/")
+        if not root.startswith("/") or not folder or ".." in root.split("/") or _ODD.search(root):
+            raise _invalid("root", root, "the absolute path of a folder")
+        if spec.key_count_per_file > MAX_BLOCKS_PER_FILE:
+            most = f"at most {MAX_BLOCKS_PER_FILE}"
+            raise _invalid("key_count_per_file", spec.key_count_per_file, most)
+        self.config, self._spec, self.name = config, spec, name
+        self.scheme, self.type = TYPES[field]
+        self.root = f"/{folder}/"
+        self.blocks_per_file = max(1, spec.key_count_per_file)
+
+    def record(self) -> bytes:
+        """What the store keeps of it."""
+        return b"S" + bytes((self.available,)) + bytes(self.config.SerializeToString())
+
+    def describe(self) -> dict[str, Any]:
+        """What engines are told of it when they register."""
+        spec = MessageToDict(
+            self._spec, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return {
+            "type": self.scheme,
+            "is_available": self.available,
+            "global_unique_name": self.name,
+            "storage_spec": spec | ({"root_path": self.root} if "root_path" in spec else {}),
+        }
+
+    def path(self, instance: str, spec: str, file: str) -> str:
+        """Absolute path of a file of an instance's blocks, of one part of each."""
+        return f"{self.root}{instance}/{spec}/{file}"
+
+    def uri(self, instance: str, spec: str, file: str, place: int, size: int) -> str:
+        """Where one part of a block lies: ``size`` bytes from ``place * size`` on, in a file."""
+        place_of = f"blkid={place}&" if place or self.blocks_per_file > 1 else ""
+        return f"{self.scheme}://{self.name}{self.path(instance, spec, file)}?{place_of}size={size}"
+
+
+def describe(storages: Iterable[Storage]) -> str:
+    """The ``storage_configs`` of an answer."""
+    return json.dumps([storage.describe() for storage in storages], separators=(",", ":"))
+
+
+def delete_files(paths: Iterable[str]) -> set[str]:
+    """Delete files; a file that is gone counts as deleted.
+
+    Returns:
+        Those that could not be deleted.
+    """
+    left = set()
+    for path in paths:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        except OSError:
+            left.add(path)
+    return left

@@ -1,0 +1,163 @@
+"""Quotas under many writers, and which blocks go when there is no room."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.kvcm.manager import (
+    Client,
+    Manager,
+    ManagerError,
+    group,
+    path_of,
+    store_bytes,
+    uris,
+    wait_until,
+)
+from tests.sizes import sized
+
+Start = Callable[..., Manager]
+_SIZE = 64
+
+
+def _used(client: Client, name: str = "i") -> int:
+    return round(client.metric("cache_manager_instance.byte_size", instance_id=name))
+
+
+def test_no_quota_is_passed_by_many_writers(managers: Start) -> None:
+    """Not for a moment: a writer asks all the time."""
+    capacity = 1000 * _SIZE
+    manager = managers(capacity=capacity)
+    manager.grpc.register()
+    seen, refused, stop = [0], list[str](), threading.Event()
+
+    def watch() -> None:
+        client = Client(manager, "grpc")
+        while not stop.is_set():
+            seen.append(_used(client))
+        client.close()
+
+    def write(seed: int) -> None:
+        client, chance = Client(manager, "grpc"), random.Random(seed)
+        for _ in range(sized(10, 100)):
+            keys = [chance.getrandbits(60) for _ in range(chance.randint(1, 60))]
+            try:
+                client.put(keys)
+            except ManagerError as error:
+                refused.append(str(error))
+        client.close()
+
+    watcher = threading.Thread(target=watch)
+    writers = [threading.Thread(target=write, args=(seed,)) for seed in range(64)]
+    for thread in (watcher, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    watcher.join()
+    assert all(x.startswith("INTERNAL_ERROR: quota: got") for x in refused)
+    assert len(seen) > 20 and capacity / 2 < max(seen) <= capacity
+    wait_until(lambda: _used(manager.grpc) <= 0.8 * capacity)
+
+
+def test_what_is_asked_is_freed_and_no_more(managers: Start) -> None:
+    """80 of 100 blocks may stay. Reads count as use; of a prefix the end goes first."""
+    manager = managers(capacity=100 * _SIZE)
+    client = manager.http
+    client.register()
+    for key in range(8):
+        found = client.put([10 * key + x for x in range(10)])
+        for uri in found:
+            store_bytes(uri, b"x" * _SIZE)
+    assert len(client.match([0, 1, 2])) == 3  # Used again, the others of 0 to 9 are not.
+    time.sleep(0.3)
+    assert client.states(list(range(80))) == ["SERVING"] * 80
+    client.put(list(range(100, 109)))
+    wait_until(lambda: _used(client) == 80 * _SIZE)
+    time.sleep(0.3)
+    gone = [x for x in range(80) if client.states([x]) == ["NOT_FOUND"]]
+    assert gone == [3, 4, 5, 6, 7, 8, 9, 18, 19]
+    assert client.metric("cache_reclaimer.block_submit_count") == 9
+    wait_until(lambda: sum(x.is_file() for x in manager.root.rglob("*")) == 71)
+
+
+def test_a_full_group_makes_room_for_what_it_refused(managers: Start) -> None:
+    """Even where blocks may fill the whole quota."""
+    client = managers(capacity=10 * _SIZE, share=1.0).http
+    client.register()
+    client.put(list(range(10)))
+    with pytest.raises(ManagerError, match="quota: got 640 bytes and 192 new ones, expected at m"):
+        client.put([20, 21, 22])
+    wait_until(lambda: _used(client) == 7 * _SIZE)
+    client.put([20, 21, 22])
+    with pytest.raises(ManagerError, match="quota"):
+        client.put(list(range(30, 41)))  # Can never fit: nothing goes for it.
+    time.sleep(0.3)
+    assert _used(client) == 10 * _SIZE
+
+
+@pytest.mark.parametrize("limit", ["type", "used_size", "keys"])
+def test_other_limits(managers: Start, limit: str) -> None:
+    client = managers().http
+    made = group("g")
+    if limit == "type":
+        quotas = [{"storage_type": "ST_NFS", "capacity": 10 * _SIZE}]
+        made["quota"] = {"capacity": 1 << 30, "quota_config": quotas}
+    elif limit == "used_size":
+        trigger = {"used_size": 8 * _SIZE}
+        made["cache_config"]["reclaim_strategy"]["trigger_strategy"] = trigger
+    else:
+        made["cache_config"]["meta_indexer_config"]["max_key_count"] = 10
+    client.admin("createInstanceGroup", instance_group=made)
+    client.register(instance_group="g")
+    client.put(list(range(10)))
+    wait_until(lambda: _used(client) == 8 * _SIZE)
+    if limit != "used_size":
+        with pytest.raises(ManagerError, match="no candidate with room|max_key_count"):
+            client.put([20, 21, 22])
+        wait_until(lambda: _used(client) == 7 * _SIZE)
+    client.put([20, 21, 22])
+    time.sleep(0.3)
+    assert _used(client) <= 10 * _SIZE
+    assert client.states([20, 21, 22]) == ["SERVING"] * 3
+
+
+def test_nothing_is_deleted_while_it_may_be_read(managers: Start) -> None:
+    client = managers(delay_ms=700, blocks_per_file=2).http
+    client.register()
+    found = client.put([1, 2, 3])
+    for uri in found:
+        store_bytes(uri, b"x" * _SIZE)
+    client.meta("removeCache", instance_id="i", block_keys=[1, 3])
+    begin = time.monotonic()
+    assert client.match([2, 1]) == [found[1]]
+    assert client.states([1, 2, 3]) == ["DELETING", "SERVING", "DELETING"]
+    assert _used(client) == 3 * _SIZE
+    assert path_of(found[2]).exists()
+    wait_until(lambda: not path_of(found[2]).exists())
+    assert time.monotonic() - begin > 0.6
+    # Block 2 is in the first file, too.
+    assert path_of(found[0]) == path_of(found[1]) and path_of(found[0]).exists()
+    client.meta("removeCache", instance_id="i", block_keys=[2])
+    wait_until(lambda: not path_of(found[0]).exists())
+
+
+def test_writes_expire_on_time(managers: Start) -> None:
+    """Also with many of them: upstream ends one each 5 s."""
+    client = managers().grpc
+    client.register()
+    begun: list[Any] = [client.write([x], seconds=1 + (x % 2) * 100) for x in range(600)]
+    store_bytes(uris(begun[0])[0], b"x" * _SIZE)
+    begin = time.monotonic()
+    wait_until(lambda: client.states([598]) == ["NOT_FOUND"])
+    assert time.monotonic() - begin < 10
+    states = client.states(list(range(600)))
+    assert states == ["NOT_FOUND", "WRITING"] * 300
+    assert client.metric("cache_manager.write_location_expire_size") == 300
+    wait_until(lambda: not path_of(uris(begun[0])[0]).exists())
