@@ -1,7 +1,7 @@
 // sketch_score: checks and launch.
 #include "hisparse/sketch_score.cuh"
 
-#include "launch.h"
+#include "pools.h"
 
 #include <algorithm>
 
@@ -29,10 +29,9 @@ NumberRows rows_of(const TensorView& t) {
   return {t.data_ptr(), 0, t.stride(-2), t.stride(-1), number};
 }
 
-TailParams tail_of(Arguments& in, int64_t requests) {
+// `keys` are those of the tail pages.
+TailParams tail_of(Arguments& in, const std::optional<TensorView>& keys, int64_t requests) {
   TailParams p{};
-  const std::optional<TensorView> keys = in.optional();
-  in.skip(1);  // values
   const std::optional<TensorView> scales = in.optional(), pages = in.optional();
   p.lens = in.data_or_null<const int32_t>("tail.lens");
   if (!keys || requests == 0) return p;
@@ -50,6 +49,40 @@ TailParams tail_of(Arguments& in, int64_t requests) {
     p.scales_head_stride = scales->stride(1);
     p.scales_token_stride = scales->stride(2);
   }
+  return p;
+}
+
+// K and V [B, Hkv, D] to host pages [P, Hkv, S, D] and to tail pages [N, heads, S, D].
+NewTokens new_tokens_of(Arguments& in, const std::optional<TensorView> (&tails)[2]) {
+  const std::optional<TensorView> tokens[2] = {in.optional(), in.optional()};
+  const std::optional<TensorView> host_pages[2] = {in.optional(), in.optional()};
+  NewTokens p{};
+  p.host_slots = in.data_or_null<const int64_t>("tail.new.host_slots");
+  p.tail_slots = in.data_or_null<const int64_t>("tail.new.tail_slots");
+  if (!tokens[0]) return p;
+  const Pool token[2] = {Pool::of_tokens(*tokens[0], "tail.new.k"),
+                         Pool::of_tokens(*tokens[1], "tail.new.v")};
+  const Pool host[2] = {Pool::of_pages(*host_pages[0], "tail.new.host.k"),
+                        Pool::of_pages(*host_pages[1], "tail.new.host.v")};
+  const Pool tail[2] = {Pool::of_pages(*tails[0], "tail.kv.k"),
+                        Pool::of_pages(*tails[1], "tail.kv.v")};
+  // As with MLA, whose values are the first columns of its keys.
+  const bool within = host[0].data == host[1].data && tail[0].data == tail[1].data;
+  const int64_t parts = within ? 1 : 2;
+  const int64_t unit =
+      std::min(unit_bytes(token, {"tail.new.k", "tail.new.v"}, host, parts),
+               unit_bytes(token, {"tail.new.k or tail.kv.k", "tail.new.v or tail.kv.v"}, tail, parts));
+  p.wide = unit == 16;
+  for (int64_t i = 0; i < parts; ++i) {
+    p.parts[i] = {token[i].data,        host[i].data,         tail[i].data,
+                  token[i].token_stride, token[i].head_stride, host[i].page_stride,
+                  host[i].head_stride,  host[i].token_stride, tail[i].page_stride,
+                  tail[i].head_stride,  tail[i].token_stride,
+                  static_cast<int32_t>(token[i].row_bytes / (p.wide ? 16 : 2))};
+  }
+  p.num_host_slots = host[0].pages * host[0].size;
+  p.num_tail_slots = tail[0].pages * tail[0].size;
+  p.page_size = static_cast<int32_t>(tail[0].size);
   return p;
 }
 
@@ -133,7 +166,9 @@ void sketch_score(Arguments& in) {
   const TensorView query = in.tensor(), sketches = in.tensor(), host_page_table = in.tensor();
   const int64_t requests = query.size(0);
   p.num_pages = in.data<const int32_t>("num_pages");
-  p.tail = tail_of(in, requests);
+  const std::optional<TensorView> tails[2] = {in.optional(), in.optional()};
+  p.tail = tail_of(in, tails[0], requests);
+  p.added = new_tokens_of(in, tails);
   const TensorView scores = in.tensor();
   p.tail.lse = in.data_or_null<float>("lse");
   p.layout.dim = in.number<int32_t>();
@@ -150,8 +185,7 @@ void sketch_score(Arguments& in) {
   p.heads = size32(query, 1);
   p.kv_heads = size32(sketches, 1);
   p.width = size32(scores, 2);
-  const bool tails = p.tail.keys.data != nullptr;
-  if (requests * p.heads == 0 || (p.width == 0 && !tails)) return;
+  if (requests * p.heads == 0 || (p.width == 0 && p.tail.keys.data == nullptr)) return;
   p.sketches = data_of<const uint8_t>(sketches, "sketches");
   // The stride of a single page or head says nothing.
   const int64_t page_stride = sketches.size(0) > 1 ? sketches.stride(0) : 0;
@@ -174,6 +208,10 @@ void sketch_score(Arguments& in) {
   const int32_t queries = p.group > 8 ? 16 : p.group > 4 ? 8 : 4;
   p.tiles = (p.group + queries - 1) / queries;
   p.request_blocks = p.kv_heads * p.tiles;
+  if (p.added.host_slots != nullptr && p.tiles > 1) {
+    TVM_FFI_THROW(ValueError) << "tail.new: got new tokens for " << p.group << " query heads of a "
+                              << "KV head, expected at most 16: one block scores a tail page";
+  }
   const OnDevice on(query);
   if (queries == 4) {
     launch_queries<4>(on, requests, p);

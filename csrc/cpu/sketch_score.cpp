@@ -312,6 +312,7 @@ void sketch_score(Arguments& in) {
   const TensorView query = in.tensor(), sketches = in.tensor(), host_page_table = in.tensor(),
                    num_pages = in.tensor();
   const Tails tails(in);
+  in.skip(6);  // New tokens, which are written before.
   const TensorView scores = in.tensor();
   float* tail_lse = in.data_or_null<float>("tail_lse");
   const auto dim = in.number<int64_t>(), page_size = in.number<int64_t>(),

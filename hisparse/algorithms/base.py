@@ -104,7 +104,8 @@ class BaseSparseAlgorithm(ABC):
     #: of the same shapes, without this class. So nothing but tensors that kernels read may decide:
     #: no values in Python, no state, no random numbers. Not inherited.
     recordable: ClassVar[bool] = False
-    #: The most kernels that a selecting layer launches in a CUDA graph, attention included.
+    #: The most kernels that a selecting layer launches in a CUDA graph, attention included, and a
+    #: launch that appends: where :meth:`appends` says so, there are less by that one.
     #: ``hisparse plan`` estimates times with it. The default is that of ``summarize`` and ``score``
     #: of one operator or two.
     captured_launches: ClassVar[int] = 11
@@ -135,6 +136,18 @@ class BaseSparseAlgorithm(ABC):
     @property
     def reads_host_keys(self) -> bool:
         """Whether the algorithm reads keys in host memory, which only a CPU can."""
+        return False
+
+    def appends(self, policy: SelectionPolicy) -> bool:
+        """Whether the kernel that scores writes a layer's new tokens to their pages as well.
+
+        :meth:`DecodeStep.tail_pages` then returns them once, with the pages, and
+        :meth:`retrieve_topk` has to pass both to :func:`hisparse.kernels.sketch_score` before
+        anything reads the tail pages.
+
+        Args:
+            policy: shapes of the model and the rules of selections.
+        """
         return False
 
     @property

@@ -63,6 +63,9 @@ class DIPR(BaseSparseAlgorithm):
             return self.beta * scale
         return -math.log(_DEFAULT_ALPHA if self.alpha is None else self.alpha)
 
+    def appends(self, policy: SelectionPolicy) -> bool:
+        return self.index == "sketch" and _SKETCHES.appends(policy)
+
     @property
     def reads_host_keys(self) -> bool:
         return self.index == "flat"

@@ -17,6 +17,7 @@ from hisparse.kernels import (
     outline_score,
     page_outline,
     page_sketch,
+    scores_new_tokens,
     select,
     serial_operators,
     sketch_score,
@@ -65,6 +66,10 @@ class Sketch(BaseSparseAlgorithm):
         # A page of one token is its own mean.
         count = round(self.detail * kv.head_dim) if kv.page_size > 1 else 0
         return SketchLayout(kv.head_dim, kv.page_size, count, device != "cpu")
+
+    def appends(self, policy: SelectionPolicy) -> bool:
+        heads = policy.kv.num_q_heads, policy.kv.num_kv_heads
+        return not self.economy and policy.heads < heads[0] and scores_new_tokens(*heads)
 
     def _layout(self, step: PrefillStep | DecodeStep) -> SketchLayout:
         return step.once("layout", lambda: self.layout(step.policy.kv, step.policy.device))

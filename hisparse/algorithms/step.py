@@ -171,11 +171,13 @@ class StepCache:
     Attributes:
         indexer: see :attr:`DecodeStep.indexer`.
         selection: attended by the layers of the current group; None before the first one selects.
+        new_tokens: K and V ``[B, Hkv, D]`` that the current layer has to append; None: it has.
         values: results of :meth:`once`, by key.
     """
 
     indexer: IndexerInputs | None = None
     selection: Selection | None = None
+    new_tokens: PagedKV | None = None
     values: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, find: Callable[[], T]) -> T:
@@ -297,7 +299,7 @@ class DecodeStep:
         return tail_lse(query, self.tail_pages(layer_id), paged_attention, rule)
 
     def tail_pages(self, layer_id: int) -> TailPages:
-        """The tail pages in place, for kernels that read them."""
+        """The tail pages in place, for kernels; see :meth:`BaseSparseAlgorithm.appends`."""
         return self.kv_io.tail_pages(layer_id, self)
 
     def host_keys(self, layer_id: int) -> HostKeys:

@@ -10,6 +10,7 @@ from hisparse.cache.device_pool import DevicePool, RowSnapshot
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.kernels import (
     HostKeys,
+    NewTokens,
     TailPages,
     TailPools,
     append_tokens,
@@ -93,6 +94,12 @@ class KVReadWrite:
         for tokens, to_host, to_device in zip(new, host, device, strict=True):
             append_tokens(tokens.k, tokens.v, to_host, host_slots, to_device, tail_slots)
 
+    def append_new(self, layer_id: int, step: DecodeStep) -> None:
+        """Append the new tokens of a step, unless a kernel has got them or they are appended."""
+        if (new := step.cache.new_tokens) is not None:
+            step.cache.new_tokens = None
+            self.append(layer_id, step.tail_slots(layer_id), step.host_slots, *new)
+
     def write_tail(self, layer_id: int, slot: int, k: Tensor, v: Tensor) -> None:
         """Fill the first tokens of a request's tail pages: ``k, v [t, Hkv, D]``, t < S."""
         heads = self._device.heads
@@ -154,11 +161,19 @@ class KVReadWrite:
         return kv_format.join(copies).kv if with_values else copies
 
     def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
-        """The tail pages, in place or decoded."""
-        pages = self._device.stored(layer_id), step.tails(layer_id)
+        """The tail pages, in place or decoded; in place, with the new tokens to write to them."""
+        stored, host = self._device.stored(layer_id), self._host.stored(layer_id)
+        pages, new = (stored, step.tails(layer_id)), None
+        if self._decode_pages is not None or stored.scales is not None:
+            self.append_new(layer_id, step)
         if self._decode_pages is not None:
             pages = self._decode_pages(*pages)
-        return TailPages(*pages, step.rows.tail_lens)
+        elif (tokens := step.cache.new_tokens) is not None:
+            step.cache.new_tokens = None
+            self._verify(step.host_slots)
+            k, v = self._host.format.encode(*tokens).kv
+            new = NewTokens(k, v, host, step.host_slots, step.tail_slots(layer_id))
+        return TailPages(*pages, step.rows.tail_lens, new)
 
     def host_keys(self, layer_id: int) -> HostKeys:
         """Keys of the host pool, as they are stored."""

@@ -1,8 +1,9 @@
 """One layer of a decode step: append, score, select, diff_tables, gather, attend.
 
-These are its six operations, in order. The algorithm scores and selects (``retrieve_topk``);
-``loader.swap_in`` finds the missing pages (``diff_tables``) and loads them (``gather_pages``), or
-leaves them to the CPU to attend, and to ``loader.load_aside``.
+These are its six operations, in order. The algorithm scores and selects (``retrieve_topk``); its
+kernel that scores may append too (``appends``). ``loader.swap_in`` finds the missing pages
+(``diff_tables``) and loads them (``gather_pages``), or leaves them to the CPU to attend, and to
+``loader.load_aside``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hisparse.kernels import DiffTables, serial_operators
 from hisparse.kernels.build.cpu import CallRecorder, call_cpu, cpu_library
 from hisparse.kernels.operation import ResultMemory, new_tensors
 from hisparse.memory.costs import away_bytes
-from hisparse.types import IndexerInputs, Selection
+from hisparse.types import IndexerInputs, PagedKV, Selection
 
 #: ``(layer_id, queries [B, Hq, D], step, selection)``, called after every selection.
 SelectionObserver = Callable[[int, Tensor, DecodeStep, Selection], None]
@@ -68,6 +69,7 @@ class DecodeLayer:
         self._after_attention = overriding("after_attention", extensions)
         by_layer = components.representations.by_layer
         self._update = by_layer(self._algorithm.update_representations, ignore)
+        self._appends = self._algorithm.appends(self._policy)
         self._storing = by_layer(overriding("store_pages", extensions), ())
         self._update_indexer = by_layer(self._algorithm.update_indexer, None)
         self._serial = serial_operators(self._manager.device.device)
@@ -146,8 +148,12 @@ class DecodeLayer:
             if self._before_layer and "sparse" in step.by_mode:
                 for extension in self._before_layer:
                     call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
-            self._append(layer_id, step, k, v)
-        by_mode = self._modes.of_layer(layer_id, step)
+            by_mode = self._modes.of_layer(layer_id, step)
+            scored = by_mode.get("sparse") if self._modes.selects(layer_id) else None
+            if self._appends and scored is not None and scored.index is None and step.last is None:
+                scored.cache.new_tokens = PagedKV(k, v)  # For the algorithm's kernel.
+            else:
+                self._append(layer_id, step, k, v)
         if len(by_mode) == 1:
             ((mode, part),) = by_mode.items()
             return self._attend_in(mode, layer_id, part, q, sinks, waits)
@@ -306,6 +312,7 @@ class DecodeLayer:
         invalid = self._manager.counters.total("invalid_scores") if self._manager.checked else None
         queries = q if self._gather_queries is None else self._gather_queries(q)
         selection = retrieve(self._algorithm, layer_id, queries, step, invalid)
+        self._manager.kv_io.append_new(layer_id, step)
         if self._policy.variable_lengths:
             self._count_capped(layer_id, selection, step)
         for extension in self._refining:

@@ -29,12 +29,12 @@ from hisparse.kernels.transfer.op import *
 
 __all__ = [
     "QUANTIZED", "DecodeRows", "DiffTables", "HostAttentionCalls", "HostKeys", "LatentRow",
-    "RowState", "SelectRule", "SketchLayout", "TailPages", "TailPools", "append_tokens",
-    "cap_logits", "chunk_attention", "chunk_index_score", "decode_latents", "dequantize",
-    "diff_tables", "drop_pages", "encode_latents", "gather_pages", "gather_tokens",
-    "index_score", "key_score", "merge_attention", "outline_bytes", "outline_score",
-    "page_outline", "page_score", "page_sketch", "page_summary", "paged_attention",
-    "promote_tail", "quantize", "rebalance", "reset_rows",
-    "scatter_tokens", "select", "serial_operators", "sketch_score", "store_index_keys",
-    "upload", "verify_capacity", "verify_diff", "verify_indices",
+    "NewTokens", "RowState", "SelectRule", "SketchLayout", "TailPages", "TailPools",
+    "append_tokens", "cap_logits", "chunk_attention", "chunk_index_score", "decode_latents",
+    "dequantize", "diff_tables", "drop_pages", "encode_latents", "gather_pages", "gather_tokens",
+    "index_score", "key_score", "merge_attention", "outline_bytes", "outline_score", "page_outline",
+    "page_score", "page_sketch", "page_summary", "paged_attention", "promote_tail", "quantize",
+    "rebalance", "reset_rows", "scatter_tokens", "scores_new_tokens", "select", "serial_operators",
+    "sketch_score", "store_index_keys", "upload", "verify_capacity", "verify_diff",
+    "verify_indices",
 ]  # fmt: skip

@@ -138,6 +138,7 @@ class _StepTimes:
         # Full tail pages are promoted and stored beside the model's kernels, after one fork.
         self._launches = algorithm.captured_launches + more - len(self._kernels[1:])
         self._launches += self._format.captured_launches
+        self._appends = algorithm.appends(policy)
         # With an indexer in order: each request fills a page in S steps.
         promoted = min(1.0, batch / spec.page_size) if algorithm.indexer else 0.0
         self._promote_us = promoted * self._kernel_us("promote_tail")
@@ -159,6 +160,8 @@ class _StepTimes:
             gather = self._gather_us(1 - self.hit_ratio)
             if self._modes.selects(layer):
                 kernels, selecting = self._launches, self._selecting_us()
+                if self._appends:  # Beside the scores, in one launch.
+                    kernels, write = kernels - 1, 0.0
         attention = self._kernel_us("paged_attention", attended / spec.page_size)
         attention = max(attention, _us(attended * self._row_bytes, self._hardware.hbm))
         tables = self._kernel_us("diff_tables") + self._promote_us

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
+from hisparse.algorithms import SelectionPolicy
+from hisparse.algorithms.quest import Quest
 from hisparse.cache import swap_in
 from hisparse.cache.kv_io import KVReadWrite
 from hisparse.testing import Simulator
@@ -24,10 +28,13 @@ def count(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counte
 
 @pytest.mark.parametrize("scope", ["layer", "kv_head", "query_head"])
 def test_a_decode_layer_enters_three_times(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Append, swap in, promote; the last one only in a step that fills a tail page."""
+    """Append, or hand new tokens to the kernel that scores; swap in; and if a step fills a tail
+    page, promote.
+    """
     counts: Counter[str] = Counter()
     for owner, name in (
         (KVReadWrite, "append"),
+        (KVReadWrite, "tail_pages"),
         (swap_in.SwapIn, "swap_in"),
         (KVReadWrite, "promote_tails"),
     ):
@@ -37,10 +44,30 @@ def test_a_decode_layer_enters_three_times(scope: str, monkeypatch: pytest.Monke
     sim.prefill((request, 8 * sim.page_size - 2))
     for name in ("diff_tables", "move_pages"):
         count(monkeypatch, swap_in, name, counts)
-    once = dict.fromkeys(("append", "swap_in", "diff_tables", "move_pages"), 3)
+    appends = "append" if scope == "query_head" else "tail_pages"
+    once = dict.fromkeys((appends, "swap_in", "diff_tables", "move_pages"), 3)
     counts.clear()
     sim.decode(request)
     assert counts == once
     counts.clear()
     sim.decode(request)
     assert counts == once | {"promote_tails": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(Quest):
+    """Has no kernel for new tokens, but says that it has."""
+
+    def appends(self, policy: SelectionPolicy) -> bool:
+        return True
+
+
+def test_new_tokens_that_no_kernel_takes_are_appended() -> None:
+    """Before attention reads them, and before the next step scores their page."""
+    outputs = []
+    for algorithm in (Quest(), Forgetful()):
+        sim = Simulator(algorithm=algorithm, layers=2)
+        request = sim.request(1, 160, seed=1)
+        sim.prefill((request, 8 * sim.page_size - 2))
+        outputs.append(torch.stack([sim.decode(request) for _ in range(20)]))
+    assert torch.equal(*outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -205,3 +206,20 @@ def test_the_kv_dtype_in_contributing_serves(monkeypatch: pytest.MonkeyPatch) ->
         out = sim.decode(request)
         want = sim.dense(read, request.done - 1, request.done).float()
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
+def test_where_the_cpu_would_be_faster_follows_from_the_loads() -> None:
+    """Bytes of a layer over what the loads take beyond a call of 20 us; in docs/misses.md."""
+    result = json.loads((ROOT / "bench/results/2026-11-26-gpu-h200-2b8255a.json").read_text())
+    steps = {x["step"]: x.get("output") for x in result["steps"]}
+    lines = []
+    for requests in (1, 8, 32):
+        params = steps[f"bench decode 128k x {requests}"]["cases"][0]["params"]
+        (loads,) = (us for name, us in params["kernels_us"].items() if "GatherPages" in name)
+        pages = params["budget"] // params["page_size"] - 1
+        num_bytes = requests * pages * params["miss_ratio"] * params["kv_heads"] * 16 * 2 * 256
+        cells = [f"{requests}", f"{loads:.0f} us"]
+        for us in (loads, num_bytes / 25e3):
+            cells.append(f"{num_bytes / 1e3 / (us - 20):.0f}" if us > 20 else "never")
+        lines.append(f"| {' | '.join(cells)} |")
+    assert "\n".join(lines) in (ROOT / "docs/misses.md").read_text()

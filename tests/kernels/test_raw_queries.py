@@ -11,8 +11,10 @@ from torch.testing import assert_close
 
 from hisparse.kernels import (
     QUANTIZED,
+    NewTokens,
     SketchLayout,
     TailPages,
+    append_tokens,
     page_score,
     page_summary,
     quantize,
@@ -143,6 +145,66 @@ def test_tail_pages_are_scored_exactly(
     absent = torch.arange(size) >= lens.view(batch, rows)[:, :1, None]
     expected = logits.masked_fill(absent, -torch.inf).logsumexp(-1)
     assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def new_tokens(rows: int, dim: int, dtype: torch.dtype, *, within: bool) -> TailPages:
+    """A new token of each of three requests with two KV heads; values may lie within keys."""
+    torch.manual_seed(2)
+    size, heads, pools = 6, 2 if rows == 1 else 1, []
+    for count, held in ((20, heads), (9, 2)):
+        # Heads of a token lie side by side.
+        k, v = (torch.randn(count, size, held, x).to(dtype).transpose(1, 2) for x in (dim, 8))
+        pools.append(StoredKV(k, k[..., :8] if within else v))
+    lens = torch.tensor([6, 1, 3], dtype=torch.int32).repeat_interleave(rows)
+    pages = torch.randperm(20)[: 3 * rows].int()
+    k, v = (torch.randn(3, 2, 2, x).to(dtype)[:, 1] for x in (dim, 8))
+    slots = torch.tensor([5, 20, 53]), pages.long() * size + lens - 1
+    new = NewTokens(k, k[..., :8] if within else v, pools[1], *slots)
+    return TailPages(pools[0], pages, lens, new)
+
+
+def scored_with(tail: TailPages, impl: str) -> list[Tensor]:
+    """The new tokens' pools and the scores, of one page without detail and of the tails."""
+    assert tail.new is not None
+    size, dim = tail.kv.k.shape[2:]
+    layout = SketchLayout(dim, size, 5)
+    sketches = torch.zeros(4, 2, layout.num_bytes, dtype=torch.uint8)
+    one = torch.ones(3, 1, dtype=torch.int32)
+    torch.manual_seed(3)
+    query = torch.randn(3, 4, dim).to(tail.kv.k.dtype)
+    scores, lse = sketch_score(
+        query, sketches, one, one[:, 0], layout, scale=SCALE, tail=tail, impl=impl
+    )
+    assert lse is not None
+    return [*tail.kv.kv, *tail.new.host.kv, scores, lse]
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["values", "latents"])
+@pytest.mark.parametrize(
+    ("rows", "dim", "kind"),
+    [(2, 24, "bf16"), (1, 24, "bf16"), (4, 24, "fp32"), (2, 17, "fp16"), (1, 136, "bf16")],
+)
+def test_new_tokens_are_written_and_scored(
+    impl: str, rows: int, dim: int, kind: str, within: bool
+) -> None:
+    """As if ``append_tokens`` had written them: the same bits in both pools and in the scores."""
+    tails = [new_tokens(rows, dim, DTYPES[kind], within=within) for _ in range(2)]
+    k, v, host, host_slots, tail_slots = tails[0].new or ()
+    append_tokens(k, v, host, host_slots, tails[0].kv, tail_slots, impl="reference")
+    if rows == 4:
+        # The first row of a KV head is scored: the others have the same tokens elsewhere.
+        assert len(set(tail_slots.tolist())) == 12
+    for one, other in zip(*(scored_with(x, impl) for x in tails), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_new_tokens_beyond_the_pools_are_not_written(unverified: str) -> None:
+    tail = new_tokens(2, 24, torch.bfloat16, within=False)
+    assert tail.new is not None
+    nowhere = torch.tensor([54, -1, 60]), torch.full((6,), 120)
+    tail = tail._replace(new=tail.new._replace(host_slots=nowhere[0], tail_slots=nowhere[1]))
+    before = [x.clone() for x in (*tail.kv.kv, *tail.new.host.kv)]
+    assert all(map(torch.equal, before, scored_with(tail, unverified)))
 
 
 def test_a_tail_without_full_pages(impl: str) -> None:

@@ -14,6 +14,7 @@ from hisparse.kernels import (
     DecodeRows,
     HostKeys,
     LatentRow,
+    NewTokens,
     RowState,
     SelectRule,
     SketchLayout,
@@ -74,6 +75,8 @@ def state(*shape: int) -> RowState:
 SKETCH, LATENT, SLOT = SketchLayout(8, 4, 3), LatentRow(64, 16), torch.tensor([0])
 EIGHT = quantize(f32(2, 1, 4, 8), f32(2, 1, 4, 8), torch.int8)
 TAIL = TailPages(StoredKV(f32(4, 1, 4, 8), f32(4, 1, 4, 8), None), i32([1] * 4), i32([1] * 4))
+TOKENS = NewTokens(f32(2, 2, 8), f32(2, 2, 8), StoredKV(*pool(9, 2, 4, 8)), torch.tensor([0, 4]),
+                   torch.arange(4) * 4)  # fmt: skip
 NEW = IndexerInputs(f32(1, 2, 8), f32(1, 8), f32(1, 2))
 ROWS = DecodeRows(SLOT, i32([4]), i32([1]), i32([[0] * 9]), i32([9]), i32([7]), i32([5]))
 
@@ -293,6 +296,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      "tail.kv.k: got shape"),
     ("sketch_score", {"tail": TAIL._replace(kv=TAIL.kv._replace(v=f32(4, 1, 4, 8).char()))},
      "tail.kv.v: got dtype torch.int8, expected torch.float32"),
+    ("sketch_score", {"tail": TAIL._replace(new=TOKENS._replace(tail_slots=None))},
+     "tail.new.tail_slots: got None, expected a tensor, as tail.new.k is one"),
+    ("sketch_score", {"tail": TAIL._replace(new=TOKENS._replace(k=f32(2, 2, 9)))},
+     r"tail.new.k: got shape \[2, 2, 9\], expected \[2, 2, 8\]"),
+    ("sketch_score", {"tail": TAIL._replace(new=TOKENS._replace(host=StoredKV(*pool(9, 2, 5, 8))))},
+     r"tail.new.host.k: got shape .*expected \[1 or more, 2, 4, 8\]"),
     ("sketch_score", {"tail": TAIL._replace(kv=TAIL.kv._replace(v=f32(0, 1, 4, 8)))},
      r"tail.kv.v: got shape \[0, 1, 4, 8\], expected \[4, 1, 4, any\]"),
     ("store_index_keys", {"new": f32(1, 9)}, r"keys: got shape \[4, 8\], expected \[any, 9\]"),

@@ -227,11 +227,12 @@ def test_the_page_about_sizing_has_these_estimates() -> None:
 def test_dipr_takes_the_kernels_of_sketches(batch: int) -> None:
     """The benchmark's rows hold 4,096 tokens, all of them in range.
 
-    It was measured with an earlier ``sketch_score``, of which the estimate was 0.77 to 1.05.
+    It was measured with an earlier ``sketch_score`` and a launch of its own to append, of which the
+    estimate was 0.77 to 1.05.
     """
     found = attention(batch, 0.95, hardware=H200, algorithm="dipr", device_buffer_size=4096)
     share = 1000 * found.hisparse_ms / 32 / measured_us(f"128k x {batch} dipr", "cuda")
-    assert 0.72 < share < 1.05
+    assert 0.69 < share < 1.05
 
 
 def test_sketches_of_another_layout_take_the_kernel_for_any() -> None:

@@ -24,6 +24,7 @@ struct SketchScoreParams {
   float scale;
   SketchLayout layout;
   TailParams tail;            // without keys: no block is for tail pages
+  NewTokens added;            // to the tail pages, before they are scored
 };
 
 constexpr int32_t kScoreWarps = 4;     // of a block, at most

@@ -44,6 +44,8 @@ __global__ void __launch_bounds__(kScoreWarps * kWarp, score_blocks(kQueries))
   int32_t run = static_cast<int32_t>(blockIdx.y), runs = static_cast<int32_t>(gridDim.y);
   if (p.tail.keys.data != nullptr) {
     if (run == 0) {
+      append_token(p.added, p.tail, request, head);
+      __syncthreads();  // The new token is there.
       find_tail_lse(p.tail, query, present, p.layout.dim, request, head, p.scale, p.tail.lse + row);
       return;
     }

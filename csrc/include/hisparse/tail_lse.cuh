@@ -1,4 +1,5 @@
-// The log-sum-exp of a tail page's logits, by one block; and rows of numbers of any dtype.
+// A tail page by one block: its new token is written, and the log-sum-exp of its logits found. And rows of
+// numbers of any dtype.
 #pragma once
 
 #include "hisparse/block.cuh"
@@ -76,6 +77,58 @@ struct TailParams {
   int32_t rows, heads;    // rows of a request; heads of a page: 1, or all
   int32_t head_rows;      // from a head's row to the next one's; 0: a request has one
 };
+
+// K or V of new tokens: where they are, and where they go.
+struct NewPart {
+  const char* tokens;  // [B, Hkv, D]
+  char* host_pages;    // [P, Hkv, S, D]
+  char* tail_pages;    // [N, heads, S, D]
+  int64_t token, token_head, host_page, host_head, host_token;  // strides, bytes
+  int64_t tail_page, tail_head, tail_token;                     // strides, bytes
+  int32_t units;  // of one head; 0: there are none
+};
+
+struct NewTokens {
+  NewPart parts[2];
+  const int64_t* host_slots;  // [B], host page times S, plus the offset in it; null: there are no tokens
+  const int64_t* tail_slots;  // [B * rows], the same of tail pages
+  int64_t num_host_slots, num_tail_slots;
+  int32_t page_size;
+  bool wide;  // units are of 16 bytes, else of 2
+};
+
+template <typename Unit>
+__device__ void append_units(const NewTokens& p, const TailParams& tail, int32_t request,
+                             int32_t head) {
+  const int32_t own = tail.heads == 1 ? 0 : head, row = request * tail.rows + head * tail.head_rows;
+  const int32_t keys = p.parts[0].units, units = keys + p.parts[1].units;
+  const int64_t host = p.host_slots[request];
+  for (int32_t i = threadIdx.x; i < units; i += num_threads()) {
+    const NewPart& q = p.parts[i < keys ? 0 : 1];
+    const int64_t at = int64_t{i < keys ? i : i - keys} * sizeof(Unit);
+    const Unit unit = *reinterpret_cast<const Unit*>(q.tokens + request * q.token +
+                                                     head * q.token_head + at);
+    if (host >= 0 && host < p.num_host_slots) {
+      char* to = q.host_pages + host / p.page_size * q.host_page + head * q.host_head;
+      *reinterpret_cast<Unit*>(to + host % p.page_size * q.host_token + at) = unit;
+    }
+    for (int32_t r = row; r < row + max(tail.head_rows, 1); ++r) {
+      const int64_t slot = p.tail_slots[r];
+      if (slot < 0 || slot >= p.num_tail_slots) continue;
+      char* to = q.tail_pages + slot / p.page_size * q.tail_page + own * q.tail_head;
+      *reinterpret_cast<Unit*>(to + slot % p.page_size * q.tail_token + at) = unit;
+    }
+  }
+}
+
+// Writes a request's new token of a KV head, if there is one, to its host page and to the tail pages of the
+// head's rows. It is there after a barrier.
+__device__ inline void append_token(const NewTokens& p, const TailParams& tail, int32_t request,
+                                    int32_t head) {
+  if (p.host_slots == nullptr) return;
+  p.wide ? append_units<uint4>(p, tail, request, head)
+         : append_units<unsigned short>(p, tail, request, head);
+}
 
 // For `count` queries of a KV head. A warp takes a query at a time, and several tokens.
 __device__ inline void find_tail_lse(const TailParams& p, const NumberRows& queries, int32_t count,

@@ -1,5 +1,7 @@
 """Sketches and outlines of pages, a few bytes that approximate all keys of a page, and scores."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
 from hisparse.kernels.operation import Operation, new_tensors
 from hisparse.kernels.quantize.op import STORED, check_scales
+from hisparse.kernels.transfer.op import NewTokens, append_tokens
 from hisparse.types import UNSCALED, AttentionRule, StoredKV
 
 __all__ = [
@@ -19,10 +22,13 @@ __all__ = [
     "outline_bytes",
     "outline_score",
     "page_sketch",
+    "scores_new_tokens",
     "sketch_score",
 ]
 
-_I32 = torch.int32
+_I32, _I64 = torch.int32, torch.int64
+#: The most query heads of a KV head whose tail page one block of a GPU scores.
+_BLOCK_QUERIES = 16
 #: Channels whose base values share a scale.
 BLOCK = 8
 #: A scale's byte plus this offset, shifted to bit 20, is the scale as a float32: five bits of
@@ -124,11 +130,29 @@ class TailPages(NamedTuple):
         pages: ``[R] int32``, the page of each row. The rows of a request lie side by side: one with
             the keys of all heads (Hr = Hkv), or one or more for each KV head (Hr = 1).
         lens: ``[R] int32``, tokens of each page.
+        new: the requests' last tokens, if they are not in the pools yet; ``lens`` counts them. The
+            operation that gets them writes them.
     """
 
     kv: StoredKV
     pages: Tensor
     lens: Tensor
+    new: NewTokens | None = None
+
+    def appended(self) -> TailPages:
+        """The same pages, with the new tokens in them."""
+        if self.new is None:
+            return self
+        k, v, host, host_slots, tail_slots = self.new
+        append_tokens(k, v, host, host_slots, self.kv, tail_slots)
+        return self._replace(new=None)
+
+
+#: What there is beside the keys of tail pages, and beside those of new tokens.
+_WITH_TAILS = frozenset({
+    "tail.pages", "tail.lens", "tail.new.v", "tail.new.host.k", "tail.new.host.v",
+    "tail.new.host_slots", "tail.new.tail_slots",
+})  # fmt: skip
 
 
 @functools.cache
@@ -146,9 +170,10 @@ def _sketches_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     k, scales = tensors["tail.kv.k"], tensors["tail.kv.scales"]
     if k is None:
         return
-    for name in ("tail.pages", "tail.lens"):
-        if tensors[name] is None:
-            raise KernelError(f"{name}: got None, expected a tensor, as tail.kv.k is one")
+    for name, tensor in tensors.items():
+        beside = "tail.new.k" if name.startswith("tail.new.") else "tail.kv.k"
+        if tensor is None and tensors[beside] is not None and name in _WITH_TAILS:
+            raise KernelError(f"{name}: got None, expected a tensor, as {beside} is one")
     check_scales("tail.kv.scales", k, scales)
     rows, batch, pool_heads = sizes["R"], sizes["B"], k.shape[1]
     heads = rows // batch if batch else 1
@@ -170,7 +195,13 @@ def _outlines_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
 
 
 def _tensors_of(tail: TailPages | None) -> tuple[Tensor | None, ...]:
-    return (None,) * 5 if tail is None else (*tail.kv, tail.pages, tail.lens)
+    """As ``SKETCH_SCORE`` declares them."""
+    if tail is None:
+        return (None,) * 11
+    new: tuple[Tensor | None, ...] = (None,) * 6
+    if tail.new is not None:
+        new = (*tail.new[:2], *tail.new.host.kv, *tail.new[3:])
+    return (*tail.kv, tail.pages, tail.lens, *new)
 
 
 def _score(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
@@ -180,6 +211,11 @@ def _score(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
     if tail is not None:
         (lse,) = new_tensors("tail_lse", [(query.shape[:2], torch.float32)], query.device)
     return call(query, *tensors, *_tensors_of(tail), lse, *map(int, layout), scale), lse
+
+
+def _score_on_cpu(call: Callable[..., Any], *more: Any) -> Any:
+    *tensors, tail, layout, scale = more
+    return _score(call, *tensors, None if tail is None else tail.appended(), layout, scale)
 
 
 PAGE_SKETCH = Operation(
@@ -200,14 +236,36 @@ SKETCH_SCORE = Operation(
     Arg("sketches", "_! Hkv bytes", torch.uint8, layout="any"),
     Arg("host_page_table", "B P", _I32),
     Arg("num_pages", "B", _I32, layout="all"),
-    Arg("tail.kv.k", "N! Hr tail! D", *STORED, optional=True, layout="any"),
-    Arg("tail.kv.v", "N Hr tail _", like="tail.kv.k", optional=True, layout="any"),
+    Arg("tail.kv.k", "N! Hr tail! D", *STORED, optional=True, written=True, layout="any"),
+    Arg("tail.kv.v", "N Hr tail Dv", like="tail.kv.k", optional=True, written=True, layout="any"),
     Arg("tail.kv.scales", "N Hr tail 2", torch.uint8, optional=True, layout="any"),
     Arg("tail.pages", "R", _I32, optional=True),
     Arg("tail.lens", "R", _I32, optional=True),
+    Arg("tail.new.k", "B Hkv D", like="tail.kv.k", optional=True, layout="any"),
+    Arg("tail.new.v", "B Hkv Dv", like="tail.kv.v", optional=True, layout="any"),
+    Arg(
+        "tail.new.host.k",
+        "Ph! Hkv tail D",
+        like="tail.kv.k",
+        on=(),
+        optional=True,
+        written=True,
+        layout="any",
+    ),
+    Arg(
+        "tail.new.host.v",
+        "Ph Hkv tail Dv",
+        like="tail.kv.v",
+        on=("tail.new.host.k",),
+        optional=True,
+        written=True,
+        layout="any",
+    ),
+    Arg("tail.new.host_slots", "B", _I64, optional=True),
+    Arg("tail.new.tail_slots", "R", _I64, optional=True),
     results=(Result(torch.float32, "B Hq P"),),
     values=("D", "S", "bytes"),
-    cpu=_score,
+    cpu=_score_on_cpu,
     cuda=_score,
     also=_sketches_fit,
 )
@@ -273,7 +331,8 @@ def sketch_score(
         num_pages: ``[B] int32``, pages of each request.
         layout: of the bytes.
         scale: multiplies q.k, such as the softmax scale.
-        tail: the requests' tail pages. None: their log-sum-exp is not wanted.
+        tail: the requests' tail pages. None: their log-sum-exp is not wanted. New tokens are
+            written first; a GPU takes them if :func:`scores_new_tokens` says so.
 
     Returns:
         scores ``[B, Hq, P] float32``, higher is more attention; those from ``num_pages`` on mean
@@ -284,6 +343,11 @@ def sketch_score(
     run = SKETCH_SCORE(impl, *tensors, *_tensors_of(tail), values=_sizes(layout))
     scores, lse = run(*tensors, tail, layout, scale)
     return scores, lse
+
+
+def scores_new_tokens(query_heads: int, kv_heads: int) -> bool:
+    """Whether :func:`sketch_score` writes new tokens of heads in its own launch on a GPU."""
+    return query_heads <= _BLOCK_QUERIES * kv_heads
 
 
 def outline_score(

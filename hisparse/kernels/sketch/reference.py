@@ -38,7 +38,7 @@ def sketch_score(
     page_keys = sketch_keys(sketches[host_page_table.long()], layout)
     grouped = query.unflatten(1, (page_keys.shape[2], -1))
     scores = torch.einsum("bhgd,bphsd->bhgps", grouped, page_keys).logsumexp(-1).flatten(1, 2)
-    return scores, None if tail is None else tail_lse(query, tail, paged_attention)
+    return scores, None if tail is None else tail_lse(query, tail.appended(), paged_attention)
 
 
 def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:

@@ -7,7 +7,7 @@ own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,16 @@ from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg
 from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.operation import Operation
-from hisparse.types import Pages
+from hisparse.types import Pages, StoredKV
 
-__all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens", "upload"]
+__all__ = [
+    "NewTokens",
+    "append_tokens",
+    "gather_pages",
+    "gather_tokens",
+    "scatter_tokens",
+    "upload",
+]
 
 _I32, _I64 = torch.int32, torch.int64
 _LISTS = ("cpu", "src.k", "dst.k")
@@ -35,6 +42,23 @@ PIECE_BYTES = 64 * 2**30
 #: Still an estimate: some microseconds a call at 55 GB/s against 37 GB/s by kernel. The kernel has
 #: reached 46.8 GB/s since; ``make gpu-check`` times the copy engine.
 MIN_COPY_BYTES = 256 * 1024
+
+
+class NewTokens(NamedTuple):
+    """A token of each request that :func:`append_tokens` would write.
+
+    Attributes:
+        k, v: ``[B, Hkv, D]``, in the dtype of the pools.
+        host: ``[P, Hkv, S, D]`` pages without scales.
+        host_slots: ``[B] int64``, page of ``host`` times S, plus the offset in it.
+        tail_slots: ``[R] int64``, the same of each row's tail page.
+    """
+
+    k: Tensor
+    v: Tensor
+    host: StoredKV
+    host_slots: Tensor
+    tail_slots: Tensor
 
 
 def _heads_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ IN_HOST_MEMORY = {
     "gather_tokens": ("src.k", "src.v"),
     "scatter_tokens": ("dst.k", "dst.v"),
     "append_tokens": ("host.k", "host.v"),
+    "sketch_score": ("tail.new.host.k", "tail.new.host.v"),
 }
 
 

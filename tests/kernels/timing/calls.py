@@ -13,6 +13,7 @@ from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.kernels import (
     DecodeRows,
+    NewTokens,
     RowState,
     SelectRule,
     TailPages,
@@ -25,6 +26,7 @@ from hisparse.kernels import (
     page_summary,
     paged_attention,
     promote_tail,
+    scores_new_tokens,
     select,
     sketch_score,
 )
@@ -113,10 +115,9 @@ class Step:
         yield "page_summary", self.page_summary
 
     def append(self) -> None:
-        k, v = self._new_tokens()
-        slots = self._numbers(self.batch, below=4096 * 16).long()
-        tails = self.tails.long() * 16 + 14
-        append_tokens(k, v, self.host_kv, slots, self.device_kv, tails, impl=RECORDED)
+        new = self._new_tokens()
+        where = new.host_slots, self.device_kv, new.tail_slots
+        append_tokens(new.k, new.v, self.host_kv, *where, impl=RECORDED)
 
     def sketch_score(self) -> None:
         layout = build_algorithm(HiSparseConfig(algorithm="sketch")).layout(self.spec)
@@ -125,7 +126,9 @@ class Step:
         keys = torch.randn(64, 16, *self.host_kv.k.shape[1::2], generator=self.generator)
         page_sketch(keys.bfloat16(), few, torch.arange(64), layout, impl="reference")
         sketches = few.repeat(64, 1, 1)
-        tail = TailPages(StoredKV(*self.device_kv), self.tails, self.tail_lens)
+        spec, tails = self.spec, (StoredKV(*self.device_kv), self.tails, self.tail_lens)
+        appends = scores_new_tokens(spec.num_q_heads, spec.num_kv_heads)
+        tail = TailPages(*tails, self._new_tokens() if appends else None)
         sketch_score(
             self.query, sketches, self.table, self.num_pages, layout, tail=tail, impl=RECORDED
         )
@@ -199,9 +202,11 @@ class Step:
         k = torch.zeros(pages, heads, 16, spec.head_dim, dtype=spec.dtype)
         return PagedKV(k, k[..., : spec.v_head_dim] if self.latent else torch.zeros_like(k))
 
-    def _new_tokens(self) -> tuple[Tensor, Tensor]:
+    def _new_tokens(self) -> NewTokens:
         k = torch.zeros(self.batch, self.spec.num_kv_heads, self.spec.head_dim).bfloat16()
-        return k, k[..., : self.spec.v_head_dim] if self.latent else k.clone()
+        v = k[..., : self.spec.v_head_dim] if self.latent else k.clone()
+        slots = self._numbers(self.batch, below=4096 * 16).long(), self.tails.long() * 16 + 14
+        return NewTokens(k, v, StoredKV(*self.host_kv), *slots)
 
     def _full_pages(self) -> tuple[Tensor, Tensor]:
         keys = torch.randn(
