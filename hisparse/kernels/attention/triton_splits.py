@@ -218,21 +218,16 @@ def _merge_kernel(
     LINES: tl.constexpr = const.lines
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     there = line < numbers[0]
-    acc, top = _load_part(part, line, numbers[1], there, const)
-    own = top
-    if const.both:
-        x, lse = _load_part(other, line, numbers[1], there, const)
-        top = tl.maximum(own, lse)
+    # A part that is not there is one without keys.
+    acc, own = _load_part(part, line, numbers[1], there, const)
+    x, lse = _load_part(other, line, numbers[1], there & const.both, const)
+    at = sinks[0] + line % numbers[1] * sinks[1]
+    logits = tl.load(at, mask=there & const.sinks, other=-float("inf")).to(tl.float32)
+    top = tl.maximum(own, lse)
     shift = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.exp(own - shift)
-    acc *= total[:, None]
-    if const.both:
-        weight = tl.exp(lse - shift)
-        total += weight
-        acc += x * weight[:, None]
+    weight, weight_x = tl.exp(own - shift), tl.exp(lse - shift)
+    acc, total = acc * weight[:, None] + x * weight_x[:, None], weight + weight_x
     summed = tl.where(total == 0, -float("inf"), shift + tl.log(tl.where(total == 0, 1.0, total)))
-    if const.sinks:
-        logits = tl.load(sinks[0] + line % numbers[1] * sinks[1], mask=there, other=0.0)
-        total += tl.exp(logits.to(tl.float32) - shift)
+    total += tl.exp(logits - shift)
     acc /= tl.where(total == 0, 1.0, total)[:, None]
     store_attended(results, line, acc, summed, there, const.width)
