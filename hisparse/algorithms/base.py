@@ -141,9 +141,9 @@ class BaseSparseAlgorithm(ABC):
     def appends(self, policy: SelectionPolicy) -> bool:
         """Whether the kernel that scores writes a layer's new tokens to their pages as well.
 
-        :meth:`DecodeStep.tail_pages` then returns them once, with the pages, and
-        :meth:`retrieve_topk` has to pass both to :func:`hisparse.kernels.sketch_score` before
-        anything reads the tail pages.
+        :meth:`DecodeStep.tail_pages` then hands them out if it is asked for them, and
+        :meth:`retrieve_topk` has to pass both to :func:`hisparse.kernels.sketch_score`. Tokens that
+        nobody asks for are appended before anything else reads the tail pages.
 
         Args:
             policy: shapes of the model and the rules of selections.

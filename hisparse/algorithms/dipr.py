@@ -83,7 +83,8 @@ class DIPR(BaseSparseAlgorithm):
         policy = step.policy
         rule = policy.select_rule_with(within=self.within(policy.scale))
         if self.index == "sketch":
-            scores, rest = _SKETCHES.score(queries, layer_id, step, tail=step.tail_pages(layer_id))
+            tail = step.tail_pages(layer_id, with_new=True)
+            scores, rest = _SKETCHES.score(queries, layer_id, step, tail=tail)
         else:
             query = step.scaled(queries)
             table = step.host_page_table[:, : step.max_pages]

@@ -174,4 +174,4 @@ class Sketch(BaseSparseAlgorithm):
 def _shared_tail(layer_id: int, step: DecodeStep) -> TailPages | None:
     """The tail pages, always attended, which heads that share a selection compare pages with."""
     shared = step.policy.heads < step.policy.kv.num_q_heads
-    return step.tail_pages(layer_id) if shared else None
+    return step.tail_pages(layer_id, with_new=True) if shared else None

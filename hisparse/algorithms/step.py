@@ -154,7 +154,7 @@ class KVReader(Protocol):
     def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
 
-    def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
+    def tail_pages(self, layer_id: int, step: DecodeStep, *, with_new: bool) -> TailPages:
         """The tail pages in place."""
 
     def host_keys(self, layer_id: int) -> HostKeys:
@@ -298,9 +298,16 @@ class DecodeStep:
         rule = AttentionRule(1.0, self.policy.logit_cap)
         return tail_lse(query, self.tail_pages(layer_id), paged_attention, rule)
 
-    def tail_pages(self, layer_id: int) -> TailPages:
-        """The tail pages in place, for kernels; see :meth:`BaseSparseAlgorithm.appends`."""
-        return self.kv_io.tail_pages(layer_id, self)
+    def tail_pages(self, layer_id: int, *, with_new: bool = False) -> TailPages:
+        """The tail pages in place, for kernels.
+
+        Args:
+            layer_id: layer number.
+            with_new: hand out new tokens that are not in the pages yet, if there are any, for
+                :func:`hisparse.kernels.sketch_score` to write; see
+                :meth:`BaseSparseAlgorithm.appends`. False: the pages have all tokens.
+        """
+        return self.kv_io.tail_pages(layer_id, self, with_new=with_new)
 
     def host_keys(self, layer_id: int) -> HostKeys:
         """Keys of the host pool, as they are stored, for :func:`hisparse.kernels.key_score`."""

@@ -117,6 +117,7 @@ class KVReadWrite:
 
     def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
+        self.append_new(layer_id, step)
         heads, kv_heads = self._device.heads, self._host.kv.num_kv_heads
         pages, stored = step.tails(layer_id), self._device.stored(layer_id).tensors
         shapes = [((len(pages), *x.shape[1:]), x.dtype) for x in stored]
@@ -160,11 +161,11 @@ class KVReadWrite:
             return tails if with_values else tails[:1]
         return kv_format.join(copies).kv if with_values else copies
 
-    def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
-        """The tail pages, in place or decoded; in place, with the new tokens to write to them."""
+    def tail_pages(self, layer_id: int, step: DecodeStep, *, with_new: bool) -> TailPages:
+        """The tail pages, in place or decoded; in place, maybe with new tokens to write to them."""
         stored, host = self._device.stored(layer_id), self._host.stored(layer_id)
         pages, new = (stored, step.tails(layer_id)), None
-        if self._decode_pages is not None or stored.scales is not None:
+        if not with_new or self._decode_pages is not None or stored.scales is not None:
             self.append_new(layer_id, step)
         if self._decode_pages is not None:
             pages = self._decode_pages(*pages)

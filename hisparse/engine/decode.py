@@ -69,7 +69,8 @@ class DecodeLayer:
         self._after_attention = overriding("after_attention", extensions)
         by_layer = components.representations.by_layer
         self._update = by_layer(self._algorithm.update_representations, ignore)
-        self._appends = self._algorithm.appends(self._policy)
+        # Queries of all ranks are more than those that the algorithm knows of.
+        self._appends = self._gather_queries is None and self._algorithm.appends(self._policy)
         self._storing = by_layer(overriding("store_pages", extensions), ())
         self._update_indexer = by_layer(self._algorithm.update_indexer, None)
         self._serial = serial_operators(self._manager.device.device)

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from hisparse.algorithms import SelectionPolicy
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, SelectionPolicy, tail_logits
 from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
 from hisparse.cache import swap_in
 from hisparse.cache.kv_io import KVReadWrite
+from hisparse.kernels import select
 from hisparse.testing import Simulator
+from hisparse.types import Selection
 
 
 def count(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counter[str]) -> None:
@@ -62,10 +66,42 @@ class Forgetful(Quest):
         return True
 
 
-def test_new_tokens_that_no_kernel_takes_are_appended() -> None:
-    """Before attention reads them, and before the next step scores their page."""
+@dataclass(frozen=True, kw_only=True)
+class ByTails(Sketch):
+    """Ranks the tail page beside the others in ways of its own."""
+
+    kernel: bool = True  # Whether the one that scores gets new tokens.
+    keys: bool = True
+
+    def appends(self, policy: SelectionPolicy) -> bool:
+        return self.kernel and super().appends(policy)
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        scores, _ = self.score(queries, layer_id, step, tail=None)
+        query = step.scaled(queries)
+        if self.keys:
+            rest = tail_logits(query, layer_id, step).logsumexp(-1)
+        else:
+            rest = step.tail_lse(layer_id, query)
+        rule = step.policy.select_rule_with(mass=0.5)
+        return select(scores, step.num_pages, rule, forced=step.forced_pages, rest=rest)
+
+
+@pytest.mark.parametrize(
+    "algorithms",
+    [
+        (Quest(), Forgetful()),
+        (ByTails(kernel=False), ByTails()),
+        (ByTails(kernel=False, keys=False), ByTails(keys=False)),
+    ],
+    ids=["no-kernel", "keys", "lse"],
+)
+def test_new_tokens_that_no_kernel_takes_are_appended(
+    algorithms: tuple[BaseSparseAlgorithm, BaseSparseAlgorithm],
+) -> None:
+    """Before anything reads their page."""
     outputs = []
-    for algorithm in (Quest(), Forgetful()):
+    for algorithm in algorithms:
         sim = Simulator(algorithm=algorithm, layers=2)
         request = sim.request(1, 160, seed=1)
         sim.prefill((request, 8 * sim.page_size - 2))

@@ -86,6 +86,7 @@ class FakeEngine:
         rule: how layers attend; None: only by the scale.
         adapter: attends, unless there is a rule.
         sinks: whether heads have sinks.
+        ranks: that share latents, and select for the query heads of all.
     """
 
     launches: Launches
@@ -98,6 +99,7 @@ class FakeEngine:
     rule: AttentionRule | None = None
     adapter: str = "triton"
     sinks: bool = False
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         size = self.spec.page_size
@@ -127,6 +129,7 @@ class FakeEngine:
             host=host,
             sizes=pools,
             device=CUDA,
+            gather_queries=None if self.ranks == 1 else lambda q: q.repeat(1, self.ranks, 1),
         )
         for slot in range(1, self.batch + 1):
             self.coordinator.on_request_begin(slot)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -88,6 +89,15 @@ def test_a_layer_launches_no_more_than_its_algorithm_says(
         got, most = getattr(counts, step), most - counts.appends
         assert got.total() <= most, f"{got.total()} in {step} steps, at most {most}:\n{listed(got)}"
     assert counts.prefill
+
+
+@pytest.mark.parametrize(("ranks", "launches_of"), [(1, 0), (8, 1)])
+def test_scores_append_the_tokens_of_one_rank(ranks: int, launches_of: int) -> None:
+    """With the queries of eight ranks a KV head has more than the kernel takes tokens beside."""
+    with fake_cuda() as launches:
+        spec = replace(model("MLA"), num_q_heads=16)
+        FakeEngine(launches, algorithm_of("sketch"), spec, "layer", ranks=ranks).captured()
+        assert launches.of_layer(LAYER)["append_tokens"] == launches_of
 
 
 def test_captured_steps_serve_full_tail_pages_beside_the_model() -> None:
