@@ -41,6 +41,7 @@ _STATES = (
     f"Layers of linear attention keep {STATES} states of a request on the device, SGLang's default "
     "with a radix cache; their time is left out."
 )
+_MISS = 'Times are of "miss": "transfer": no GPU has run "host" yet.'
 _PIPELINE = "Ranks of a pipeline follow each other; what they do for other requests is left out."
 
 
@@ -66,6 +67,7 @@ def make_plan(asked: Namespace, model: Any, folder: str) -> tuple[dict[str, Any]
     ]
     assumptions = (
         *_ASSUMPTIONS,
+        *((_MISS,) if any(x.config.miss == "host" for x in capacities) else ()),
         *((_PIPELINE,) if machine.stages else ()),
         *((_STATES,) if machine.state_bytes else ()),
     )

@@ -300,6 +300,13 @@ def test_estimates_of_time(planned: Planned) -> None:
     assert about["assumptions"]
 
 
+def test_a_plan_says_which_way_of_missing_pages_its_times_are_of(planned: Planned) -> None:
+    one, two = (planned("--config", f'{{"miss": "{miss}"}}') for miss in ("transfer", "host"))
+    assert one["estimates"] == two["estimates"]
+    more = {*two["estimate"]["assumptions"]} - {*one["estimate"]["assumptions"]}
+    assert [x for x in more if "transfer" in x] == [*more] != []
+
+
 def test_the_table_says_that_its_times_are_estimates(
     model: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
