@@ -185,6 +185,8 @@ def check_fields(where: str, value: object, kind: type) -> None:
 
 def matches(value: object, hint: Any) -> bool:
     """Whether a value from JSON fits a type; a bool is not a number."""
+    if type(value) is hint:
+        return True
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(matches(value, arg) for arg in args)

@@ -8,6 +8,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hisparse.cli import kvcm_replay
 from hisparse.cli.terminal import Values, add_command, add_flag, file, string
 from hisparse.errors import ConfigError
 from hisparse.units import parse_memory
@@ -30,6 +31,7 @@ def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     parser = add_command(commands, "kvcm", "a manager for caches that many servers share")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    kvcm_replay.add_parser(actions)
     text = "run the manager until a signal ends it"
     parser = add_command(actions, "serve", text, _serve, json=False)
     text = "what keeps the metadata: a file or redis://host:port (without it nothing does)"

@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.cli.terminal import (
-    Values,
     add_command,
     add_flag,
     file,
@@ -27,16 +26,9 @@ from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval.record_trace import record_text, tokenizer_of
 from hisparse.options import object_of
-from hisparse.trace.prefix import convert_sglang, replay_all, write_prefix
+from hisparse.trace.prefix import convert_sglang, write_prefix
 from hisparse.trace.replay import POLICIES, USUAL_BUFFERS, replay_trace
 from hisparse.units import format_bytes
-
-_SECONDS = Values(
-    lambda text: None if text == "none" else float(text),
-    "seconds such as 60,600 or none",
-    "S",
-    lambda x: x is None or 0 < x < 1e12,
-)
 
 
 def add_parser(commands: Any) -> None:
@@ -57,13 +49,7 @@ def add_parser(commands: Any) -> None:
     add_flag(convert, "--out", file, "the trace", required=True)
     add_flag(convert, "--model", model, "its tokenizer reads requests that came as text")
     add_flag(convert, "--block-size", number, "tokens", 64)
-    text = "hits that prefix caches of several sizes would have had"
-    prefixes = add_command(actions, "prefixes", text, _prefixes)
-    text = "tokens of a cache (the whole trace, a half, a quarter, ...)"
-    add_flag(prefixes, "--capacity", numbers, text)
-    text = "seconds that an unused block stays in a cache, or none (none)"
-    add_flag(prefixes, "--ttl", _SECONDS, text)
-    for each, text in ((replay, "traces"), (convert, "SGLang's files"), (prefixes, "traces")):
+    for each, text in ((replay, "traces"), (convert, "SGLang's files")):
         each.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
 
 
@@ -122,14 +108,6 @@ def _replay(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prefixes(arguments: argparse.Namespace) -> int:
-    ttls = arguments.ttl or [None]
-    found = [replay_all(x, arguments.capacity, ttls) for x in arguments.files]
-    result = {"command": "trace prefixes", **provenance.origin(), "traces": found}
-    print_result(arguments, result, lambda console: _print_prefixes(console, found))
-    return 0
-
-
 def _print_selections(console: Console, found: Sequence[dict[str, Any]]) -> None:
     for about in found:
         low, high = about["context"]
@@ -161,35 +139,4 @@ def _print_selections(console: Console, found: Sequence[dict[str, Any]]) -> None
         console,
         "buffer: tokens of each row in each layer. hits: share of the selected pages that were in "
         "it. read a step: bytes from host memory for each decode step of a request.",
-    )
-
-
-def _print_prefixes(console: Console, found: Sequence[dict[str, Any]]) -> None:
-    """What each trace holds, and its caches."""
-    for about in found:
-        console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
-        served = about["found_by_server"]
-        source = ": ".join(filter(None, (about["source"], about["note"])))
-        text = (
-            f"{source}. {about['requests']:,} requests in {about['seconds']:,.0f} s, "
-            f"{about['input_tokens']:,} prompt tokens in {about['blocks']:,} different blocks of "
-            f"{about['block_size']}. "
-            f"An unlimited cache holds {about['unlimited_hit_ratio']:.1%} of all prompt tokens"
-            + ("." if served is None else f"; the server found {served:.1%} of those it reports.")
-        )
-        print_paragraph(console, text)
-        figures = ("capacity", "ttl s", "hits", "peak")
-        table = make_table(*figures, right=figures)
-        for point in about["points"]:
-            table.add_row(
-                f"{point['capacity']:,}",
-                "-" if point["ttl_s"] is None else f"{point['ttl_s']:g}",
-                f"{point['hit_ratio']:.1%}",
-                f"{point['peak_tokens']:,}",
-            )
-        console.print(table)
-    print_paragraph(
-        console,
-        "capacity, peak: tokens that the cache may hold, and held at most. hits: prompt tokens "
-        "that it held.",
     )

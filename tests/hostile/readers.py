@@ -14,6 +14,8 @@ from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
 from hisparse.eval.results import Records
+from hisparse.kvcm.optimizer.replay import Point, make_setup, sweep
+from hisparse.kvcm.optimizer.traces import read_trace
 from hisparse.options import read_text
 from hisparse.storage import FileStore, Namespace
 from hisparse.trace import SelectionTrace, adjacent_overlap, replay_hits
@@ -21,8 +23,6 @@ from hisparse.trace.prefix import (
     PrefixRequest,
     PrefixTrace,
     convert_sglang,
-    read_prefix,
-    replay_prefix,
     write_prefix,
 )
 from hisparse.trace.replay import least_buffer
@@ -99,6 +99,22 @@ def _trace(folder: Path) -> Reader:
     return _reader("trace", content, read)
 
 
+#: Of a manager: a write, and a read that finds it.
+_EVENT = {"source": "a", "keys": [1, -2, 3]}
+_EVENTS = [
+    {"type": "StartWriteCache", "trigger_time_us": 1, "write_session_id": "x"} | _EVENT,
+    {"type": "FinishWriteCache", "trigger_time_us": 9, "write_session_id": "x", "source": "a"},
+    {"type": "GetCacheLocation", "trigger_time_us": 10, "query_type": "prefix_match"}
+    | {"block_mask": [True, False, False]}
+    | _EVENT,
+]
+
+
+def _replay(path: Path) -> None:
+    trace = read_trace(path)
+    sweep(trace, make_setup(trace), [Point("leaf_aware_lru", 2)], trace.block_size)
+
+
 def _prefixes(folder: Path) -> list[Reader]:
     requests = [PrefixRequest(1e3 * i, 1024, 8, (i // 3, 100 + i), 512) for i in range(20)]
     made = PrefixTrace(source="recorded", note="", block_size=512, requests=requests)
@@ -110,7 +126,10 @@ def _prefixes(folder: Path) -> list[Reader]:
         _reader(
             "prefixes",
             (folder / "made.jsonl").read_bytes(),
-            lambda path: replay_prefix(read_prefix(path), 4096, 60.0),
+            _replay,
+        ),
+        _reader(
+            "events", "".join(map(json.dumps, _EVENTS)).replace("}{", "}\n{").encode(), _replay
         ),
         _reader("exported", json.dumps(exported).encode(), lambda p: convert_sglang([p], 64, None)),
     ]

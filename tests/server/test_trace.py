@@ -15,7 +15,7 @@ from workload import tokens
 
 from hisparse.errors import ConfigError
 from hisparse.trace import SelectionTrace, replay_hits
-from hisparse.trace.prefix import PrefixTrace, convert_sglang, replay_prefix
+from hisparse.trace.prefix import PrefixTrace, convert_sglang
 from tests.sizes import SWEEPS
 
 PAGE, BUDGET, PROMPT, STEPS = 16, 128, 800, 24
@@ -81,12 +81,8 @@ def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path)
     assert first.hash_ids == again.hash_ids
     assert not set(first.hash_ids) & set(second.hash_ids)
     assert (first.cached_length, second.cached_length) == (0, 0)
-    found = replay_prefix(
-        PrefixTrace(source="recorded", note="", block_size=PAGE, requests=requests), None, None
-    )
     # A server computes the last token of a prompt anew, and so its page.
     assert again.cached_length == PROMPT - PAGE
-    assert found.hit_ratio == PROMPT / (3 * PROMPT)
 
 
 @pytest.mark.sweeps

@@ -1,23 +1,18 @@
-"""Prefix traces: Mooncake's format is read, caches are replayed as by hand, wrong lines refused."""
+"""Prefix traces: Mooncake's format is read, SGLang's export converted, wrong lines are refused."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hisparse.errors import ConfigError
 from hisparse.trace.prefix import (
     PrefixRequest,
     PrefixTrace,
     convert_sglang,
-    describe_prefix,
     read_prefix,
-    replay_prefix,
     write_prefix,
 )
 from tests.command import Command
@@ -27,47 +22,6 @@ def trace(*blocks: tuple[int, ...], step_ms: float = 1000) -> PrefixTrace:
     """Requests a step apart, of whole blocks of 10 tokens."""
     requests = [PrefixRequest(step_ms * i, 10 * len(b), 1, b) for i, b in enumerate(blocks)]
     return PrefixTrace(source="recorded", note="", block_size=10, requests=requests)
-
-
-def hits(made: PrefixTrace, blocks: int | None, ttl_s: float | None = None) -> float:
-    point = replay_prefix(made, None if blocks is None else 10 * blocks, ttl_s)
-    assert blocks is None or point.peak_tokens <= 10 * blocks
-    return point.hit_ratio * sum(x.input_length for x in made.requests) / 10
-
-
-def test_a_hit_ends_at_the_first_block_that_is_missing() -> None:
-    """The end of a prefix leaves first, so a small cache keeps its beginning."""
-    made = trace((1, 2, 3), (1, 2, 3), (1, 2, 9), (9, 1))
-    assert hits(made, None) == 0 + 3 + 2 + 1 + 1
-    assert hits(made, 3) == 0 + 3 + 2 + 2
-    assert hits(made, 2) == 0 + 2 + 2 + 0
-    assert hits(made, 0) == 0
-
-
-def test_blocks_expire_after_their_last_use() -> None:
-    made = trace((1,), (1,), (2,), (1,))
-    assert hits(made, None, 2.0) == 2
-    assert hits(made, None, 1.0) == 1
-    assert hits(made, None, 0.5) == 0
-    assert replay_prefix(made, None, 0.5).peak_tokens == 10
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 8), max_size=5, unique=True).map(tuple), min_size=1),
-    st.integers(0, 9),
-)
-def test_lru_equals_a_list(blocks: list[tuple[int, ...]], size: int) -> None:
-    held: list[int] = []
-    expected = 0
-    for wanted in blocks:
-        found = 0
-        while found < len(wanted) and wanted[found] in held:
-            found += 1
-        expected += found
-        for block in reversed(wanted):
-            held = [*(x for x in held if x != block), block][-size:] if size else []
-    assert hits(trace(*blocks), size) == pytest.approx(expected)
-    assert hits(trace(*blocks), size) <= hits(trace(*blocks), None) + 1e-9
 
 
 def test_the_format_of_mooncake_is_read(tmp_path: Path) -> None:
@@ -81,7 +35,6 @@ def test_the_format_of_mooncake_is_read(tmp_path: Path) -> None:
     assert (found.source, found.block_size) == ("as given", 512)
     assert [x.timestamp for x in found.requests] == [0, 3000]
     assert found.requests[1].hash_ids == (46, 47)
-    assert replay_prefix(found, None, None).hit_ratio == 512 / 7458
 
 
 def test_ours_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -137,30 +90,3 @@ def test_wrong_lines_are_refused(line: str, message: str, tmp_path: Path) -> Non
     path.write_text(line)
     with pytest.raises(ConfigError, match=message):
         read_prefix(path)
-
-
-def test_the_command_sweeps_capacity_and_lifetime(tmp_path: Path, command: Command) -> None:
-    path = str(tmp_path / "a.jsonl")
-    write_prefix(Path(path), trace(*[(i % 4, 10 + i % 3, 20 + i) for i in range(60)]))
-    (about,) = command.json("trace", "prefixes", path, "--ttl", "30,none")["traces"]
-    assert about["source"] == "recorded"
-    points: list[dict[str, Any]] = about["points"]
-    assert len(points) == 2 * 7
-    best = max(point["hit_ratio"] for point in points)
-    assert best == about["unlimited_hit_ratio"]
-    said = command("trace", "prefixes", path, "--ttl", "60")
-    assert "60 requests in 59 s" in " ".join(said.split())
-    said = command.refused("trace", "replay", path)
-    assert "at its start, expected b'hisparse trace 3" in said
-
-
-def test_requests_without_a_report_do_not_dilute_the_hits_of_the_server() -> None:
-    requests = [
-        PrefixRequest(0, 25, 1, (1, 2, 3), None),
-        PrefixRequest(1, 27, 1, (1, 2, 4), 20),
-        PrefixRequest(2, 13, 1, (1, 5), 10),
-    ]
-    made = PrefixTrace(source="recorded", note="", block_size=10, requests=requests)
-    about = describe_prefix(Path("a"), made)
-    assert about["blocks"] == 5
-    assert about["found_by_server"] == 30 / 40

@@ -49,7 +49,7 @@ def test_what_a_trace_is_of_is_shown(recorded: str, command: Command) -> None:
         (["replay", "absent"], "'absent': cannot be read: No such file"),
         (["replay", "FILE", *_BUFFER, "16"], "expected at least the 112 tokens of the longest"),
         (["replay", "FILE", *_BUFFER, "16,2048"], "got 16, 2048, expected at least the 112 tokens"),
-        (["prefixes", "FILE", "--ttl", "60"], "not UTF-8 text; expected a text file"),
+        (["convert", "FILE", "--out", "b"], "not UTF-8 text; expected a text file"),
         (["replay", "FILE", "--policy", "mru"], "unknown policy 'mru'"),
         (["convert", "absent", "--out", "b"], "FILE: cannot read 'absent': No such file"),
         (["record", "--model", "nothing", "--out", "b"], "unknown model 'nothing'"),
