@@ -32,7 +32,7 @@ class Tails:
         keys = self._keys.transpose(1, 2)
         return PagedKV(keys, keys)
 
-    def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
+    def tail_pages(self, layer_id: int, step: DecodeStep, *, with_new: bool) -> TailPages:
         keys = self._keys.transpose(1, 2)
         pages = torch.arange(BATCH, dtype=torch.int32, device=keys.device)
         return TailPages(StoredKV(keys, keys, None), pages, torch.full_like(pages, keys.shape[2]))
