@@ -58,9 +58,9 @@ def test_the_committed_picture_is_what_the_command_draws(
     assert "#ffffff" in drawn, "a background of its own"
 
 
-def _page_rows(first_head: str) -> list[list[str]]:
-    """The cells of the table of docs/quality.md whose first head this is."""
-    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
+def _page_rows(first_head: str, name: str = "docs/quality.md") -> list[list[str]]:
+    """The cells of the table of a page whose first head this is."""
+    page = (ROOT / name).read_text(encoding="utf-8")
     table = page.partition(f"\n| {first_head} |")[2].partition("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
@@ -106,7 +106,7 @@ def test_every_figure_of_rulers_table_is_the_results() -> None:
     (file,) = (ROOT / "bench/results").glob("2026-11-27-ruler-qwen-4k-*.json")
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
     means = [cell for cell in cells if cell["task"] == "mean"]
-    rows = _page_rows("method, budget 256")
+    rows = _page_rows("method, budget 256", "bench/results/README.md")
     for (name, tokens, *shown), cell in zip(rows, means, strict=True):
         assert (name, cell["n"], cell["tokens"][::2]) == (f"`{cell['method']}`", 10, [3767, 3779])
         kept = cell["kept_mean"]
@@ -114,6 +114,20 @@ def test_every_figure_of_rulers_table_is_the_results() -> None:
         keys = (("score", "low", "high"), ("lost", "lost_low", "lost_high"))
         values = ([f"{100 * cell[key]:.0f}" for key in three] for three in keys)
         assert shown == [f"{value} ({low} to {high})" for value, low, high in values]
+
+
+def test_every_figure_beside_locks_is_the_results() -> None:
+    rows = _page_rows("model: bytes of `sketch`, LOCKS", "docs/sketch.md")
+    for about, *shown in rows:
+        model, ours, theirs = re.fullmatch(r"(\w+).*: (\d+), (\d+)", about).groups()
+        name = f"2026-11-27-mass-{'qwen' if model == 'Qwen2' else 'smollm2'}-4k-*.json"
+        (file,) = (ROOT / "bench/results").glob(name)
+        lines = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        kept = {(x["method"], x["bytes"], x["budget"]): 100 * x["mass"] for x in lines}
+        pair = (("sketch", int(ours)), ("locks, its vote", int(theirs)))
+        for cell, budget in zip(shown, (96, 128, 256, 512), strict=True):
+            assert cell == ", ".join(f"{kept[*method, budget]:.1f}" for method in pair)
+    assert len(rows) == 4
 
 
 def test_styles_are_different() -> None:
