@@ -40,7 +40,7 @@ async def reclaim(state: State) -> None:
 def _share(group: Group) -> float:
     """The share of a quota up to which blocks stay; a configuration without one keeps all."""
     strategy = group.config.cache_config.reclaim_strategy
-    return float(strategy.trigger_strategy.used_percentage) or 1.0
+    return min(1.0, strategy.trigger_strategy.used_percentage or 1.0)
 
 
 def _level(capacity: int, share: float, needed: int) -> float:

@@ -330,10 +330,12 @@ async def serve(
     Raises:
         ConfigError: the store cannot be opened, or a port is taken.
     """
+    gc.disable()
     state = restore(open_store(place))
     # Millions of blocks in no cycle: a full collection would take a second.
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
+    gc.enable()
     server = Server(state, ports)
     try:
         if not state.storages and not state.groups:

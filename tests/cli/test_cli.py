@@ -50,6 +50,7 @@ _BENCHES = ["serve", "diff-tables", "transfer", "swap-in", "decode", "kernels"]
         *([name] for name in _COMMANDS),
         *(["bench", name] for name in _BENCHES),
         *(["storage", name] for name in ("ls", "check", "gc", "rm")),
+        ["kvcm", "serve"],
     ],
 )
 def test_help_fits_80_columns_and_explains_every_flag(

@@ -156,7 +156,7 @@ class Client:
 
     def __init__(self, manager: Manager, transport: str) -> None:
         self._ports = manager.ports
-        self._session = requests.Session()
+        self.session = requests.Session()
         self._transport = transport
         self._channels: dict[str, grpc.Channel] = {}
 
@@ -167,7 +167,7 @@ class Client:
     def respond(self, service: str, method: str, request: dict[str, Any]) -> dict[str, Any]:
         """The response to a request, both as JSON has them, whatever its status."""
         if self._transport == "http":
-            answer = self._session.post(self.url(service, method), json=request, timeout=LIMIT_S)
+            answer = self.session.post(self.url(service, method), json=request, timeout=LIMIT_S)
             assert answer.status_code == 200, (answer.status_code, answer.text)
             found: dict[str, Any] = answer.json()
             return found
@@ -210,7 +210,7 @@ class Client:
         return response
 
     def close(self) -> None:
-        self._session.close()
+        self.session.close()
         for channel in self._channels.values():
             channel.close()
 

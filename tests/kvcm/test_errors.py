@@ -225,6 +225,15 @@ def test_administration(
 
 
 @pytest.mark.parametrize(
+    ("share", "code"), [(-0.1, "INVALID_ARGUMENT"), ("NaN", "INVALID_ARGUMENT"), (3.2, "OK")]
+)
+def test_a_share_of_a_quota(client: Client, name: str, share: object, code: str) -> None:
+    made = group(f"share-{name}")
+    made["cache_config"]["reclaim_strategy"]["trigger_strategy"] = {"used_percentage": share}
+    assert _code(client, "admin", "createInstanceGroup", {"instance_group": made}) == code
+
+
+@pytest.mark.parametrize(
     "path",
     [
         "name", "storage_candidates", "global_quota_group_name", "cache_config",
