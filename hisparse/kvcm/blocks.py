@@ -19,6 +19,8 @@ from hisparse.kvcm.storages import delete_files
 AT_ONCE: Final = 4096
 #: Seconds until files that could not be deleted are tried again.
 _RETRY_S: Final = 5.0
+#: Seconds after which files of a write that expired are deleted once more.
+_LATE_S: Final = 60.0
 
 
 async def begin_session(state: State, session: Session) -> None:
@@ -118,6 +120,8 @@ async def expire_sessions(state: State) -> None:
         if session is not None:
             state.counters["cache_manager.write_location_expire_size", ""] += len(session.blocks)
             await end_session(state, session, [])
+            paths = {path for block in session.blocks for path in block.paths}
+            state.late.append((now + _LATE_S, sorted(paths)))
 
 
 async def delete_due(state: State) -> None:
@@ -125,6 +129,8 @@ async def delete_due(state: State) -> None:
 
     A file goes with the last of its blocks.
     """
+    while state.late and state.late[0][0] <= time.time():
+        await asyncio.to_thread(delete_files, state.late.popleft()[1])
     while state.leaving and state.leaving[0][0] <= time.time():
         _, _, blocks = heapq.heappop(state.leaving)
         for at in range(0, len(blocks), AT_ONCE):
@@ -137,9 +143,7 @@ async def _delete(state: State, blocks: list[Block]) -> None:
     for block in blocks:
         left[block.file] -= 1
         if not left[block.file]:
-            instance, file = block.instance, block.file
-            for spec in instance.parts[block.parts]:
-                paths[file.storage.path(instance.id, spec, file.name)] = block
+            paths |= dict.fromkeys(block.paths, block)
     failed = await asyncio.to_thread(delete_files, paths)
     kept = {paths[path].file for path in failed}
     gone = [block for block in blocks if block.file not in kept and state.holds(block)]

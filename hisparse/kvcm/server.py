@@ -313,6 +313,8 @@ async def _repeat(work: Callable[[State], Awaitable[None]], state: State) -> Non
             await work(state)
         except OSError as error:
             _LOG.error("%s: %s", work.__name__, one_line(error))
+        except Exception:
+            _LOG.exception("%s failed", work.__name__)
         await asyncio.sleep(_PERIOD_S)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -82,6 +82,13 @@ class Block:
     def size(self) -> int:
         """Bytes of all its parts."""
         return self.instance.sizes[self.parts]
+
+    @property
+    def paths(self) -> list[str]:
+        """The file of each of its parts."""
+        instance, file = self.instance, self.file
+        parts = instance.parts[self.parts]
+        return [file.storage.path(instance.id, spec, file.name) for spec in parts]
 
     def record(self, status: int, time: float) -> bytes:
         """What the store keeps of it, in a state that it is about to have."""
@@ -226,6 +233,8 @@ class State:
         sessions: writes that have begun, by id.
         deadlines: of sessions, soonest first; some of them have ended.
         leaving: when to delete which blocks, soonest first; the number breaks ties.
+        late: when to delete which files once more, soonest first: their writers were too slow, and
+            may write them still.
         last_number: of a record.
         counters: by the name of a metric and the name of a method, "" for none.
         gauges: the same.
@@ -238,6 +247,7 @@ class State:
     sessions: dict[str, Session] = field(default_factory=dict)
     deadlines: list[tuple[float, str]] = field(default_factory=list)
     leaving: list[tuple[float, int, Sequence[Block]]] = field(default_factory=list)
+    late: deque[tuple[float, list[str]]] = field(default_factory=deque)
     last_number: int = 0
     counters: Counter[tuple[str, str]] = field(default_factory=Counter)
     gauges: dict[tuple[str, str], float] = field(default_factory=dict)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
+from google.protobuf import json_format
 
+from hisparse.kvcm import blocks, cache
+from hisparse.kvcm.registry import Registry
+from hisparse.kvcm.startup import default_startup
+from hisparse.kvcm.state import Group, restore
+from hisparse.kvcm.storages import Storage
+from hisparse.kvcm.store import NoStore
+from hisparse.kvcm.wire import META
 from tests.kvcm.manager import (
     Client,
     Manager,
     ManagerError,
     group,
+    instance,
     path_of,
     store_bytes,
     uris,
@@ -152,12 +162,45 @@ def test_writes_expire_on_time(managers: Start) -> None:
     """Also with many of them: upstream ends one each 5 s."""
     client = managers().grpc
     client.register()
-    begun: list[Any] = [client.write([x], seconds=1 + (x % 2) * 100) for x in range(600)]
-    store_bytes(uris(begun[0])[0], b"x" * _SIZE)
+    (uri,) = uris(client.write([0], seconds=1))
+    store_bytes(uri, b"x" * _SIZE)
+    for key in range(1, 600):
+        client.write([key], seconds=1 + (key % 2) * 100)
     begin = time.monotonic()
     wait_until(lambda: client.states([598]) == ["NOT_FOUND"])
     assert time.monotonic() - begin < 10
     states = client.states(list(range(600)))
     assert states == ["NOT_FOUND", "WRITING"] * 300
     assert client.metric("cache_manager.write_location_expire_size") == 300
-    wait_until(lambda: not path_of(uris(begun[0])[0]).exists())
+    wait_until(lambda: not path_of(uri).exists())
+
+
+def test_what_a_slow_writer_leaves_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes a file that the manager has deleted, since its time is over."""
+    monkeypatch.setattr(blocks, "_LATE_S", 0.2)
+
+    async def run() -> None:
+        state = restore(NoStore())
+        storage, config = default_startup(tmp_path, 1 << 20)
+        state.storages["nfs_01"] = Storage(1, storage, True)
+        state.groups["default"] = Group(2, config)
+        request = json_format.ParseDict(instance(), META.RegisterInstanceRequest())
+        engine = await Registry(state).register(request)
+        session, _ = cache.start_write(state, engine, [1], [], 0)
+        await blocks.begin_session(state, session)
+        await blocks.expire_sessions(state)
+        await blocks.delete_due(state)
+        assert engine.num_keys == 0
+        (path,) = map(Path, session.blocks[0].paths)
+        path.parent.mkdir(parents=True)
+        path.touch()
+        await blocks.delete_due(state)
+        assert path.exists()
+        await asyncio.sleep(0.25)
+        await blocks.delete_due(state)
+        assert not path.exists()
+        state.writer.close()
+
+    asyncio.run(run())
