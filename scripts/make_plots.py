@@ -125,6 +125,25 @@ def trace_figure(traces: Sequence[dict[str, Any]]) -> Figure:
     return draw(panels, styles, title="What LRU buffers would have held")
 
 
+def capacity_figure(traces: Sequence[dict[str, Any]]) -> Figure:
+    """Hits and cost against the capacity of shared caches, for each group of each trace.
+
+    Args:
+        traces: what ``hisparse kvcm replay --json`` prints of each trace.
+    """
+    panels = []
+    for file, group in ((x["file"], group) for x in traces for group in x["groups"]):
+        where = f"{Path(file).name[:40]}, group {group['group'][:40]}"
+        for title, name, scale in (("hits, percent", "hit_rate", 100), (group["unit"], "cost", 1)):
+            lines: dict[str, list[Point]] = {}
+            for row in group["points"]:
+                line = row["policy"] + (f", {row['ttl_s']:g} s" if row["ttl_s"] else "")
+                lines.setdefault(line, []).append(Point(row["capacity"], *[scale * row[name]] * 3))
+            panels.append(Panel(title=f"{title}: {where}", label="blocks", lines=lines, log="x"))
+    styles = make_styles(line for panel in panels for line in panel.lines)
+    return draw(panels, styles, title="What shared caches would have held")
+
+
 def to_svg(figure: Figure) -> str:
     """A figure as SVG, without a date, so that the same figure gives the same file."""
     file, nothing = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -327,6 +346,7 @@ _KINDS: dict[str, Callable[[Sequence[str]], Figure]] = {
     "quality": lambda files: quality_figure(_read(files[0])),
     "speed": lambda files: speed_figure(list(map(_read, files))),
     "trace": lambda files: trace_figure([x for file in files for x in _read(file)["traces"]]),
+    "capacity": lambda files: capacity_figure([x for file in files for x in _read(file)["traces"]]),
 }
 
 

@@ -28,6 +28,7 @@ _MOST: Final = 1 << 53
 _KEYS: Final = 1 << 63
 #: Numbers of a line.
 _FIELDS: Final = {"timestamp": float, "input_length": int, "output_length": int}
+_NEEDED: Final = _FIELDS.keys() | {"hash_ids"}
 
 
 class _About(TypedDict):
@@ -134,7 +135,7 @@ def read_prefix(path: Path) -> PrefixTrace:
         if not i and "format" in found:
             about = _read_about(found, where)
         else:
-            requests.append(read_request(found, where))
+            requests.append(_read_request(found, where))
     if not requests:
         raise ConfigError(f"{str(path)!r}: got no request, expected lines such as {_EXAMPLE}")
     requests.sort(key=lambda request: request.timestamp)
@@ -151,13 +152,8 @@ def _read_about(found: dict[str, Any], where: str) -> dict[str, Any]:
     return {name: found[name] for name in ("source", "note", "block_size")}
 
 
-def read_request(found: dict[str, Any], where: str) -> PrefixRequest:
-    """A request of a line.
-
-    Raises:
-        ConfigError: the line is none.
-    """
-    if absent := sorted({*_FIELDS, "hash_ids"} - found.keys()):
+def _read_request(found: dict[str, Any], where: str) -> PrefixRequest:
+    if absent := sorted(_NEEDED - found.keys()):
         raise ConfigError(f"{where}: got no {', '.join(absent)}, expected an object that has them")
     for name, kind in _FIELDS.items():
         check_type(f"{where}: {name}", found[name], kind)

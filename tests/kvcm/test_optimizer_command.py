@@ -11,6 +11,7 @@ import pytest
 from hisparse.errors import ConfigError
 from hisparse.kvcm.optimizer.traces import Event, read_trace
 from hisparse.trace.prefix import PrefixRequest, PrefixTrace, write_prefix
+from scripts.make_plots import main
 from tests.command import Command
 
 
@@ -67,8 +68,8 @@ def test_the_keys_of_qwen_stand_for_a_block_alone(tmp_path: Path) -> None:
     trace = read_trace(path)
     assert (trace.format, trace.block_size) == ("qwen_bailian", 16)
     assert trace.events == [
-        Event(250_000, 0, [2, 3, 4], 3, tokens=40),
-        Event(2_500_000, 0, [0, 1], 2, tokens=20),
+        Event(250_000, 0, [0, 1, 2], 3, tokens=40),
+        Event(2_500_000, 0, [3, 4], 2, tokens=20),
     ]
 
 
@@ -162,6 +163,14 @@ def test_the_smallest_cache_that_saves_nearly_as_much_is_recommended(
     assert "finds a block that the engine does not have itself." in " ".join(
         command("kvcm", "replay", str(path)).split()
     )
+
+
+def test_a_result_can_be_drawn(tmp_path: Path, command: Command) -> None:
+    words = ("kvcm", "replay", str(mooncake(tmp_path / "a.jsonl")), "--ttl", "1,none", "--json")
+    (tmp_path / "result.json").write_text(command(*words))
+    assert main(["capacity", str(tmp_path / "result.json"), str(tmp_path / "out.svg")]) == 0
+    drawn = (tmp_path / "out.svg").read_text()
+    assert all(word in drawn for word in (">lru<", ">prefix_lru, 1 s<", "hits, percent", "a.jsonl"))
 
 
 def configuration(path: Path, **changes: Any) -> Path:

@@ -193,12 +193,12 @@ class LeafAwareLru(Lru):
 
     def __init__(self, options: Options) -> None:
         self._root = _Node(None, [])
-        self._owners: dict[int, _Node] = {}
-        #: Stamps of all blocks that are held; those that are listed in order, and the others.
+        #: Stamps of all blocks that are held.
         self._stamps: dict[int, int] = {}
-        self._listed: OrderedDict[int, None] = OrderedDict()
+        #: Nodes of the blocks of the list: those in order, and those of the heap.
+        self._listed: OrderedDict[int, _Node] = OrderedDict()
+        self._in_heap: dict[int, _Node] = {}
         self._heap: list[tuple[int, int]] = []
-        self._in_heap: set[int] = set()
         self._times = [-1]
         self._uses = 0
         #: Time of the newest block of the list.
@@ -254,16 +254,15 @@ class LeafAwareLru(Lru):
         return None
 
     def evict(self, count: int) -> int:
-        evicted, stamps, owners, shrunk = 0, self._stamps, self._owners, self._shrunk
+        evicted, stamps, shrunk = 0, self._stamps, self._shrunk
         listed, in_heap, pop = self._listed, self._in_heap, self._listed.popitem
         self._walked = (), self._root, 0
         while evicted < count and (listed or in_heap):
             if in_heap and self._heap_is_older():
                 _, block = heapq.heappop(self._heap)
-                in_heap.discard(block)
+                node = in_heap.pop(block)
             else:
-                block, _ = pop(last=False)
-            node = owners[block]
+                block, node = pop(last=False)
             if node.live:
                 continue
             del stamps[block]
@@ -303,8 +302,7 @@ class LeafAwareLru(Lru):
                 listed.move_to_end(block)
                 self._newest = self._times[-1]
             elif block in in_heap:
-                in_heap.discard(block)
-                listed[block] = None
+                listed[block] = in_heap.pop(block)
                 self._newest = self._times[-1]
 
     def _insert(self, node: _Node, blocks: Sequence[int]) -> None:
@@ -314,11 +312,10 @@ class LeafAwareLru(Lru):
         if not node.cached and node.parent is not None:
             node.parent.live += 1
         node.cached += len(blocks)
-        self._owners.update(dict.fromkeys(blocks, node))
         self._stamps.update(zip(blocks, self._stamped(len(blocks)), strict=True))
         if not node.children:
             for block in blocks:
-                self._listed[block] = None
+                self._listed[block] = node
             self._newest = self._times[-1]
 
     def _branch(self, node: _Node, blocks: Sequence[int]) -> None:
@@ -331,7 +328,10 @@ class LeafAwareLru(Lru):
         assert above is not None
         upper = above.children[node.blocks[0]] = _Node(above, node.blocks[:at])
         upper.cached = sum(x in self._stamps for x in upper.blocks)
-        self._owners.update(dict.fromkeys(upper.blocks, upper))
+        for block in upper.blocks:
+            for listed in (self._listed, self._in_heap):
+                if block in listed:
+                    listed[block] = upper
         above.live += (upper.cached > 0) - (node.cached > 0)
         node.blocks, node.parent = node.blocks[at:], upper
         node.cached -= upper.cached
@@ -373,7 +373,7 @@ class LeafAwareLru(Lru):
             if newer:
                 self._newest = time
             self._stamps[block] = (rank << _TIME_BITS) + _MIDDLE + place
-            self._in_heap.add(block)
+            self._in_heap[block] = node
             heapq.heappush(self._heap, (self._stamps[block], block))
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from hisparse.errors import ConfigError, quoted
 from hisparse.options import check_type
-from hisparse.trace.prefix import PrefixRequest, read_keys, read_lines, read_prefix, read_request
+from hisparse.trace.prefix import read_keys, read_lines, read_prefix
 
 #: Tokens of a block where neither the trace nor the user says it, as in Tair's examples.
 _USUAL_BLOCK: Final = 16
@@ -79,7 +79,7 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     found_by_server: float | None = None
-    _numbers: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    _numbers: dict[int, int] = field(default_factory=dict, repr=False)
 
     @property
     def num_blocks(self) -> int:
@@ -106,14 +106,10 @@ class Trace:
         numbers, blocks = self._numbers, []
         block = -1 - owner
         for key in keys:
-            block = numbers.setdefault((block, key), len(numbers))
+            # Half as long as with pairs, which the garbage collector has to look at.
+            block = numbers.setdefault((block << 64) + key, len(numbers))
             blocks.append(block)
         self.events.append(Event(int(time_us), owner, blocks, asked, **about))
-
-    def add_request(self, where: str, found: PrefixRequest, unit_us: int) -> None:
-        """Add a request that looks for its blocks, then writes them."""
-        time_us, keys, tokens = unit_us * found.timestamp, found.hash_ids, found.input_length
-        self.add(where, _INSTANCE, time_us, keys, len(keys), tokens=tokens)
 
 
 def read_trace(file: Path) -> Trace:
@@ -130,23 +126,23 @@ def read_trace(file: Path) -> Trace:
         trace = Trace(file=file, format="optimizer_schema")
         for where, found in read_lines(file):
             _add_schema(trace, where, found)
-    elif "chat_id" in first:
-        trace = Trace(file=file, format="qwen_bailian")
-        for where, found in read_lines(file):
-            trace.add_request(where, read_request(found, where), 1_000_000)
     else:
-        trace = _read_prefixes(file)
+        trace = _read_requests(file, is_qwen="chat_id" in first)
     trace.events.sort(key=lambda event: event.time_us)
     if not any(event.asked for event in trace.events):
         raise ConfigError(f"{str(file)!r}: got no read of a block, expected at least one")
     return trace
 
 
-def _read_prefixes(file: Path) -> Trace:
+def _read_requests(file: Path, is_qwen: bool) -> Trace:
     given = read_prefix(file)
     trace = Trace(file=file, format="mooncake", note=given.note, block_size=given.block_size)
-    for request in given.requests:
-        trace.add_request(repr(str(file)), request, 1000)
+    if is_qwen:
+        trace.format, trace.block_size = "qwen_bailian", _USUAL_BLOCK
+    unit_us, where = 1_000_000 if is_qwen else 1000, repr(str(file))
+    for x in given.requests:
+        time_us, asked = unit_us * x.timestamp, len(x.hash_ids)
+        trace.add(where, _INSTANCE, time_us, x.hash_ids, asked, tokens=x.input_length)
     known = [x for x in given.requests if x.cached_length is not None]
     if known:
         cached = sum(x.cached_length or 0 for x in known)
