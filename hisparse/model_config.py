@@ -68,7 +68,7 @@ def check_own_selection(name: str, *configs: Any, served: frozenset[str] = froze
         raise ConfigError(
             f"{name} was trained to select by itself what it attends ({', '.join(sorted(found))}); "
             "expected attention over all tokens or a window, or in a server an indexer such as "
-            "that of DeepSeek-V3.2 (one key per token, in every layer) or Qwen4-Exp"
+            "that of DeepSeek-V3.2 (one key per token, in every layer), Qwen4-Exp or MiniMax-M3"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,21 @@ _QSA = {
         "mrope_section": [4, 2, 2], "mrope_interleaved": True,
     },
 }  # fmt: skip
+_M3 = {
+    "dense_intermediate_size": 256, "rotary_dim": 16, "mlp_layer_types": ["dense"] * 3,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 12,
+}  # fmt: skip
+#: The same as SGLang reads it, which transformers does not keep.
+_M3_FIELDS = json.dumps({
+    "hidden_act": "swigluoai", "qk_norm_type": "per_head", "use_gemma_norm": True,
+    "moe_layer_freq": [0, 0, 0],
+    "sparse_attention_config": {
+        "sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_block_size": 32,
+        "sparse_topk_blocks": 12, "sparse_init_block": 0, "sparse_local_block": 1,
+        "sparse_attention_freq": [0, 1, 1], "sparse_disable_index_value": [0, 1, 1],
+    },
+})  # fmt: skip
 _TRAINED = {"num_sink_pages": 0, "num_recent_pages": 0}
 _WINDOW = {"sliding_window": 128}
 _KIMI = {
@@ -173,6 +189,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("MiniMax M2", "MiniMaxM2Config", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "scoring_func": "sigmoid",
         "use_routing_bias": True, "use_qk_norm": True, "rotary_dim": 16}),
+    Family("MiniMax-M3", "MiniMaxM3VLTextConfig", _M3, "MiniMaxM3SparseForCausalLM",
+        flags=("--json-model-override-args", _M3_FIELDS), comparable=False,
+        hisparse=_TRAINED | {"algorithm": "msa", "page_size": 32, "dense_layers": [0]}),
     Family("Arcee", "ArceeConfig"),
     Family("AFMoE", "AfmoeConfig", _WINDOW | _EXPERTS | {"num_experts": 4}),
     Family("Apertus", "ApertusConfig"),

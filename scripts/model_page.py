@@ -11,61 +11,64 @@ _OWN = "hisparse: error: "
 _INTRO = """\
 # Models
 
-After this page you know which model families hisparse serves from SGLang, and why it does not serve
-others: {served} of {count} are served, {refused} are refused with one line, and {broken} do not
-start on a CPU even without hisparse. `make test-all PART=models` serves them, and
-`scripts/model_table.py` makes this page; do not edit it.
+After this page you know which model families hisparse serves from SGLang, and why not others:
+{served} of {count} are served, {refused} are refused with one line, and {broken} do not start on a
+CPU even without hisparse. `make test-all PART=models` serves them, and `scripts/model_table.py`
+makes this page; do not edit it.
 
-Each family is a tiny model with random weights, in float32 on a CPU. SGLang's `torch_native` and
-hisparse answer the same three prompts, with a budget beyond their lengths; *equal* counts the
-prompts with the same tokens. Then hisparse answers three prompts of {long_prompts} tokens with a
-budget of {budget}; the table says if log-probabilities were not finite. That shows that the code
-serves a family, not how well sparse attention suits its real weights ([quality.md](quality.md)).
+Each family is a tiny random model, in float32 on a CPU. SGLang's `torch_native` and hisparse answer
+three prompts with a budget beyond their lengths; *equal* counts equal answers. Then hisparse
+answers three of {long_prompts} tokens with a budget of {budget}; the table says if
+log-probabilities were not finite. That shows nothing of [quality](quality.md).
 
-`torch_native` has no latent attention (MLA) and no sinks, ignores caps of logits, and does not run
-EXAONE 4; such families are *not compared*. Tests compare DeepSeek-V2, DeepSeek-V3.2, EXAONE 4,
-Gemma 2, GLM-4.7 Flash, GLM-5, gpt-oss, Kimi Linear and Qwen4-Exp with Hugging Face instead."""
+`torch_native` does not compute latents (MLA), sinks, caps of logits and EXAONE 4; such families are
+*not compared*. Tests compare all of these but DeepSeek-V3 with Hugging Face."""
 
 _END = """\
 ## What decides
 
 hisparse serves models whose layers attend causally with MHA, GQA or MLA, over all tokens or a
-window, with heads of the same number and width in all layers. It reads that from the layers that
-SGLang has built, so a model that is not in the table is served if its layers are. *Fallback*
-marks models that SGLang runs with the code of transformers (`--model-impl transformers`). In
-bfloat16, tokens differ from those of `torch_native` after a while
-([how-it-works.md](how-it-works.md)).
+window, with heads of one number and width. It reads that from the layers that SGLang has built, so
+models that are not in the table are served too. *Fallback* marks models that SGLang runs with the
+code of transformers (`--model-impl transformers`).
 
 ## Models that select by themselves
 
 A model that was trained to attend what it selects is not served with another selection. hisparse
-serves two indexers. Bytes are of a token and layer, in bfloat16:
+serves three indexers. Bytes are of a token and layer, in bfloat16; launches of a captured layer:
 
-| model | algorithm | host | device |
-| --- | --- | --- | --- |
-| DeepSeek-V3.2, GLM-5 (DSA) | `dsa` ([deepseek.md](deepseek.md)) | 1,152 | 132 |
-| Qwen4-Exp (QSA) | `qsa` | 2,048 | 64, and 1,120 for a request and layer |
+| model | algorithm | host | device | launches |
+| --- | --- | --- | --- | --- |
+| DeepSeek-V3.2, GLM-5 (DSA) | `dsa` ([deepseek.md](deepseek.md)) | 1,152 | 132 | 8 |
+| Qwen4-Exp (QSA) | `qsa` | 2,048 | 64, and 1,120 for a request and layer | 16, and the model's |
+| MiniMax-M3 | `msa` | 2,048 | 256 | 10 |
 
-For Qwen4-Exp set `page_size` to 4, its `indexer_compress_ratio`, `budget` to its `indexer_budget`,
-and `num_sink_pages` and `num_recent_pages` to 0. For prompts of 4 to 8 times the budget, tokens are
-those of transformers, in float32 with random weights, retracted requests and two ranks included;
-trained weights, images and a GPU have not run. A captured layer launches 16 kernels, and those of a
-block's norm and rotation. MTP and `--qsa-indexer-dtype fp8_e4m3` are refused.
+`hisparse plan` prints the settings of a model's training. The server refuses other pages and dense
+layers, and warns of other sizes.
 
-hisparse refuses other such models before they load: MiniMax-M3, MiniCPM (InfLLM-V2), DeepSeek-V4,
-GLM-5-Next, Qwen2.5-1M, Hunyuan V4 and LongCat. Fields of the configuration tell. `HiSparseCache`
-refuses Qwen4-Exp too.
+For prompts of 4 to 8 times the budget, tokens are those of transformers, in float32 with random
+weights, retracted requests and two ranks included. Trained weights, images, MiniMax-M3's experts
+and a GPU have not run. MTP and `--qsa-indexer-dtype fp8_e4m3` are refused, with MiniMax-M3 also
+`--pp-size`, `storage` and prefill and decode servers, and both by `HiSparseCache`.
+
+Fields of the configuration tell others, which are refused before they load: GLM-5-Next, Qwen2.5-1M,
+Hunyuan V4, LongCat, and these, which would take
+
+- MiniCPM (InfLLM-V2): scores by means of 32 keys, one every 16 tokens, which cross pages; dense
+  prompts below `dense_len`; states of Lightning layers.
+- DeepSeek-V4: in one layer a window and compressed K and V, one of 4 or 128 tokens, attended
+  together; a pool for each; states of unfinished blocks.
+- Qwen3-Next-DSA: a feature that finds it, for `dsa` over GQA. SGLang 0.5.23 has no such model.
 
 ## Hybrids
 
-A hybrid mixes attention with linear attention, convolution or a state space model (Mamba). Only the
-layers that attend have K and V in host memory, representations and device pages. SGLang keeps the
-states of the other layers on the device: `--max-mamba-cache-size` or `--mamba-full-memory-ratio`
-sets the size. `dense_layers` and the label `layer` number layers as the model does.
+A hybrid mixes attention with linear attention, convolution or a state space model (Mamba). SGLang
+keeps the states of these layers on the device: `--max-mamba-cache-size` or
+`--mamba-full-memory-ratio` sets the size. `dense_layers` and the label `layer` number layers as the
+model does.
 
-Qwen3-Next, Kimi Linear and LFM2 give the tokens of transformers. Their other layers run in PyTorch
-(`cpu_standins/`): SGLang has them for GPUs and Intel's AMX. Some models, such as LFM2, need
-`--disable-radix-cache`.
+Qwen3-Next, Kimi Linear and LFM2 give the tokens of transformers. On a CPU their other layers run in
+PyTorch (`cpu_standins/`). Some models, such as LFM2, need `--disable-radix-cache`.
 
 Hybrids are not served with `storage`, speculative decoding, prefill and decode servers, `--pp-size`
 or `--attn-dp-size`; only Qwen4-Exp was tested with several ranks. `HiSparseCache` refuses them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from transformers import (
     HYV4Config,
     LlamaConfig,
     MiniMaxM3VLTextConfig,
+    PretrainedConfig,
     Qwen4ExpTextConfig,
 )
 
@@ -34,6 +34,7 @@ QSA = {
                                                     "partial_rotary_factor": 0.25},
 }  # fmt: skip
 M3 = {"sparse_topk_blocks": 16, "sparse_attention_freq": [0, 1, 1]}
+PUBLISHED = M3 | {"sparse_block_size": 128, "sparse_index_dim": 128, "sparse_local_block": 1}
 #: Configurations, and the fields that say it.
 SELECTING: list[tuple[Any, str]] = [
     (
@@ -105,8 +106,16 @@ def test_fields_that_are_off() -> None:
     assert fields_of(LlamaConfig(**off)) == ""
 
 
-def test_hugging_face_and_plan_refuse_it() -> None:
+def test_hugging_face_refuses_what_the_plan_knows() -> None:
     config = MiniMaxM3VLTextConfig(num_hidden_layers=3, sparse_attention_config=M3)
-    for read in (partial(read_model_shape, config, 16), partial(shape_per_rank, config, 16, 1)):
-        with pytest.raises(ConfigError, match="^minimax_m3_vl_text was trained to .*index_topk_bl"):
-            read()
+    with pytest.raises(ConfigError, match="^minimax_m3_vl_text was trained to .*index_topk_bl"):
+        read_model_shape(config, 16)
+    spec = shape_per_rank(config, 128, 2)
+    assert (spec.num_layers, spec.num_kv_heads, spec.index_head_dim) == (3, 2, 128)
+    _, trained = trained_indexer(config)
+    assert trained is not None
+    settings = {"algorithm": "msa", "page_size": 128, "budget": 2048, "num_sink_pages": 0}
+    settings |= {"num_recent_pages": 0, "dense_layers": [0]}
+    assert trained.settings == settings
+    published = PretrainedConfig(num_hidden_layers=3, sparse_attention_config=PUBLISHED)
+    assert trained_indexer(published)[1] == trained

@@ -255,9 +255,9 @@ class BaseSparseAlgorithm(ABC):
             step: the chunk; its own representations are already stored.
 
         Returns:
-            positions ``[T, K] int32``, unique, none after the query, padded with -1; K is at most
-            :meth:`prefill_choices`. None: every query attends all earlier positions, as in nearly
-            all models.
+            positions ``[T, K]`` or, for each KV head, ``[T, Hkv, K]``, int32, unique, none after
+            the query, padded with -1; those of a query are at most :meth:`prefill_choices`. None:
+            every query attends all earlier positions, as in nearly all models.
         """
         return None
 

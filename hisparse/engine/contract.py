@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -111,19 +112,21 @@ def require_selection(
 def check_positions(
     positions: object, algorithm: BaseSparseAlgorithm, layer_id: int, step: PrefillStep
 ) -> None:
-    """Raise AlgorithmError unless ``select_prefill`` returned None or ``[T, K] int32``.
+    """Raise AlgorithmError unless ``select_prefill`` returned None or what its docstring says.
 
-    K is at most the ``prefill_choices`` that the memory was sized for.
+    A query's positions are at most the ``prefill_choices`` that the memory was sized for.
     """
     if positions is None:
         return
     most = call(algorithm.prefill_choices, layer_id, step.policy)
-    shape = _int32_shape(positions)
-    if shape and shape[:-1] == (step.length,) and shape[-1] <= most:
+    shape = _int32_shape(positions) or ()
+    rows = [(step.length,), (step.length, step.policy.kv.num_kv_heads)]
+    if shape[:-1] in rows and prod(shape[1:]) <= most:
         return
     raise AlgorithmError(
         f"{named(algorithm, 'select_prefill', layer_id)}: got {_described(positions)}, expected "
-        f"positions [{step.length}, K] int32 with K at most {most} (prefill_choices), or None"
+        f"positions [{step.length}, K] int32 with K at most {most} (prefill_choices), the same for "
+        "each KV head, or None"
     )
 
 

@@ -217,8 +217,8 @@ class Prefill:
             chunk: the chunk.
             q: ``[T, Hq, D]``.
             k, v: ``[T, Hkv, D]``.
-            positions: ``[T, K] int32``, positions that each query attends; None: all up to its own,
-                or those in the layer's window.
+            positions: ``[T, K]`` or ``[T, Hkv, K]``, int32, positions that each query attends;
+                None: all up to its own, or those in the layer's window.
         """
         rule = self._policy.layer_rules[layer_id]
         tiles = self._prefix(layer_id, chunk)
@@ -256,9 +256,16 @@ class Prefill:
     ) -> Attended:
         """Attend over keys whose first one is ``first_key`` tokens after the first query.
 
-        ``q [T, Hq, D]``, ``k, v [t, Hkv, D]``; ``positions [T, K]`` count from the first query.
+        ``q [T, Hq, D]``, ``k, v [t, Hkv, D]``; ``positions`` count from the first query.
         """
         adapter = self._components.adapter
+        if positions is not None and positions.ndim == 3:
+            parts = q.chunk(k.shape[1], 1), k.split(1, 1), v.split(1, 1), positions.unbind(1)
+            heads = [
+                self._attend_keys(q, k, v, rule, first_key, own)
+                for q, k, v, own in zip(*parts, strict=True)
+            ]
+            return Attended(*(torch.cat(x, 1) for x in zip(*heads, strict=True)))
         if positions is not None:
             return adapter.attend_chosen(q, k, v, rule, positions - first_key)
         return adapter.attend_prefill(q, k, v, rule, causal=causal, first_key=first_key)

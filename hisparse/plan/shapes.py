@@ -34,7 +34,7 @@ def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
     kind, trained = trained_indexer(text)
     served = kind.fields if kind else frozenset[str]()
     check_own_selection(text.model_type, text, served=served)
-    attending = _attending(text)
+    attending = _attending(text, selects=trained is not None)
     if getattr(text, "kv_lora_rank", None):
         spec = _latent_shape(config, attending, page_size)
     else:
@@ -84,22 +84,26 @@ def state_bytes(config: Any, tp: int) -> int:
     return layers * (inputs + values * width * dtype.itemsize) // tp
 
 
-def _attending(text: Any) -> Any:
+def _attending(text: Any, *, selects: bool) -> Any:
     """The configuration of a decoder with only those of its layers that attend.
+
+    Args:
+        text: the configuration.
+        selects: whether an indexer selects for the layers, which then have kinds of its own.
 
     Raises:
         ConfigError: the configuration does not say how large the states of other layers are.
     """
     kinds = getattr(text, "layer_types", None) or []
-    if _LINEAR not in kinds:
+    if not selects and _LINEAR not in kinds:
         return text
-    if not hasattr(text, "linear_num_key_heads"):
+    if _LINEAR in kinds and not hasattr(text, "linear_num_key_heads"):
         raise ConfigError(
             f"model: got {text.model_type!r} with layers of linear attention, whose states are "
             "not counted, expected attention in every layer"
         )
     only = copy.copy(text)
-    only.num_hidden_layers = len(kinds) - kinds.count(_LINEAR)
+    only.num_hidden_layers = text.num_hidden_layers - kinds.count(_LINEAR)
     only.layer_types = ["full_attention"] * only.num_hidden_layers
     return only
 

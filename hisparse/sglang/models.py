@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.sglang.install import BACKEND, BACKEND_FLAGS
-from hisparse.types import Attention, KVSpec
+from hisparse.types import Attention, IndexerInputs, KVSpec
 
 logger = logging.getLogger("hisparse")
 
@@ -50,6 +51,8 @@ def read_model_shape(
     page_size: int,
     context_length: int | None = None,
     hybrid_layers: Sequence[int] | None = None,
+    *,
+    index_head_dim: int = 0,
 ) -> ModelShape:
     """Read the shapes of a model that SGLang has loaded.
 
@@ -59,6 +62,7 @@ def read_model_shape(
         page_size: S, tokens per page of a selection.
         context_length: tokens, the longest sequence; a window that holds it is none. None: unknown.
         hybrid_layers: the numbers of a hybrid's layers that attend; None: all layers do.
+        index_head_dim: Di of an indexer that the model's configuration names; 0: there is none.
 
     Raises:
         ConfigError: the layers differ from each other, or use a kind of attention that hisparse
@@ -83,12 +87,7 @@ def read_model_shape(
     ids = sorted(m.layer_id for m in layers)
     _check_numbers(ids, hybrid_layers)
     q_heads, kv_heads, head_dim, v_head_dim, scale, logit_cap = shapes.pop()
-    indexers = find_indexers(model)
-    if len(indexers) not in (0, len(layers)):
-        raise ConfigError(
-            f"{len(indexers)} of the model's {len(layers)} layers have an indexer; expected one in "
-            "every layer or in none"
-        )
+    _check_indexers(len(find_indexers(model)), len(layers))
     windows = [_window(m, context_length) for m in sorted(layers, key=lambda m: m.layer_id)]
     spec = KVSpec(
         num_layers=len(layers),
@@ -99,11 +98,19 @@ def read_model_shape(
         dtype=dtype,
         page_size=page_size,
         attention=attention,
-        index_head_dim=_index_head_dim(indexers[0]) if indexers else 0,
+        index_head_dim=index_head_dim,
         logit_cap=logit_cap or 0.0,
         windows=tuple(windows) if any(windows) else (),
     )
     return ModelShape(spec, scale, tuple(ids))
+
+
+def _check_indexers(found: int, layers: int) -> None:
+    if found not in (0, layers):
+        raise ConfigError(
+            f"{found} of the model's {layers} layers have an indexer; expected one in every layer "
+            "or in none"
+        )
 
 
 def _check_kind(layers: Sequence[Any]) -> None:
@@ -177,14 +184,21 @@ def find_indexers(model: Any) -> list[Any]:
     return [layer.indexer for layer in indexed_layers(model)]
 
 
-def _index_head_dim(indexer: Any) -> int:
-    width: int = getattr(indexer, "index_head_dim", None) or indexer.head_dim
-    return width
-
-
 def indexed_layers(model: Any) -> list[Any]:
     """The modules of SGLang's ``model`` that have an indexer, in order."""
     return [m for m in model.modules() if getattr(m, "indexer", None) is not None]
+
+
+class RowwiseInputs(IndexerInputs):
+    """Indexer inputs of which SGLang can take the rows that are not padding, as of a tensor."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        return rows_of_slice(self, index)
+
+    def take(self, tokens: slice | Tensor) -> RowwiseInputs:
+        return RowwiseInputs(*super().take(tokens))
 
 
 def rows_of_slice(inputs: Any, index: Any) -> Any:
@@ -210,7 +224,7 @@ def name_of(model_config: Any) -> str:
 
 
 def check_trained(name: str, config: HiSparseConfig, trained: Trained) -> None:
-    """Require the pages of a model's indexer; warn of sizes that it was not trained with.
+    """Require pages and layers of a model's indexer; warn of sizes that it was not trained with.
 
     Args:
         name: of the model.
@@ -218,9 +232,15 @@ def check_trained(name: str, config: HiSparseConfig, trained: Trained) -> None:
         trained: how the model selects.
 
     Raises:
-        ConfigError: ``page_size`` is another one.
+        ConfigError: ``page_size`` or ``dense_layers`` are others.
     """
     settings = trained.settings
+    dense = list(config.dense_layers or ())
+    if dense != list(settings.get("dense_layers", dense)):
+        raise ConfigError(
+            f"dense_layers: got {dense}, expected {settings['dense_layers']}, the layers of {name} "
+            "without an indexer"
+        )
     if config.page_size != settings["page_size"]:
         raise ConfigError(
             f"page_size: got {config.page_size}, expected {settings['page_size']}, the tokens that "

@@ -55,7 +55,12 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[ServerSession, i
     config = session_config(args, stored)
     context_length = configurator.model_config.context_len
     hybrid = hybrid_layers(configurator.model_config)
-    shape = read_model_shape(configurator.model, dtype, config.page_size, context_length, hybrid)
+    indexer = features.indexer_of(configurator.model_config)
+    trained = indexer and indexer.trained(configurator.model_config.hf_text_config)
+    shape = read_model_shape(
+        *(configurator.model, dtype, config.page_size, context_length, hybrid),
+        index_head_dim=trained.head_dim if trained else 0,
+    )
     spec = stored_spec(config, shape.spec)
     _log_choices(config, spec, configurator.device)
     found = (feature.own_layers(config, shape, configurator) for feature in enabled)

@@ -103,22 +103,29 @@ class Recorder:
         self.constructed.append(step.host_pages.tolist())
         inputs = {"keys": keys, "queries": queries, "step.host_pages": step.host_pages}
         slot = torch.tensor([step.slot])
-        call = Call("construct_representations", layer_id, inputs, step.host_pages, slot)
+        # An entry may be written while its page is not full.
+        own = step.context_pages[step.start // step.policy.kv.page_size :]
+        call = Call("construct_representations", layer_id, inputs, own, slot)
         with self._guarded(call):
             self.algorithm.construct_representations(keys, queries, layer_id, step)
 
     def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
         chosen = self.algorithm.select_prefill(layer_id, step)
         own = torch.arange(step.start, step.start + step.length)[:, None]
+        attended = torch.arange(int(own[-1]) + 1).expand(len(own), -1)
         if chosen is not None:
             check_positions(chosen, self.algorithm, layer_id, step)
-            _check_values(layer_id, chosen, own)
+            attended = chosen
+        if attended.ndim == 2:
+            attended = attended[:, None].expand(-1, step.policy.heads, -1)
+        if chosen is not None:
+            owns = own.repeat_interleave(attended.shape[1], 0)
+            _check_values(layer_id, attended.flatten(0, 1), owns)
         if self.algorithm.prefill_choices(step.policy):
-            attended = torch.arange(int(own[-1]) + 1) if chosen is None else chosen
             trace = self.traces.setdefault(step.slot, {})
-            for token, positions in enumerate(attended.expand(len(own), -1).tolist(), step.start):
-                kept = sorted(p for p in positions if 0 <= p <= token)
-                trace[token + 1, layer_id] = [kept]
+            for token, heads in enumerate(attended.tolist(), step.start):
+                kept = [sorted(p for p in positions if 0 <= p <= token) for positions in heads]
+                trace[token + 1, layer_id] = kept
         return chosen
 
     def update_representations(

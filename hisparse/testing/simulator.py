@@ -232,7 +232,7 @@ class Simulator:
         q = noise(spec.num_q_heads, spec.head_dim)
         k, v = (noise(spec.num_kv_heads, spec.head_dim) for _ in "kv")
         v = self.manager.host.format.values_of(k, v)
-        heads, dim = _INDEXER_HEADS, INDEXER_DIM
+        heads, dim = _INDEXER_HEADS * spec.num_kv_heads, INDEXER_DIM
         indexer = IndexerInputs(noise(heads, dim), noise(dim), noise(heads))
         new = Request(slot, q, k, v, indexer, [], prompt)
         if like is not None:

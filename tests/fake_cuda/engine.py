@@ -46,11 +46,13 @@ QWEN4 = replace(
     LLAMA, num_q_heads=24, num_kv_heads=2, head_dim=256, v_head_dim=256, page_size=4,
     index_head_dim=128,
 )  # fmt: skip
+#: MiniMax-M3's heads, and its indexer's blocks and keys.
+MINIMAX = replace(LLAMA, num_q_heads=64, num_kv_heads=4, page_size=128, index_head_dim=128)
 MODELS = {"GQA": LLAMA, "MLA": MLA}
 #: By the indexer that an algorithm asks; "": none.
-KINDS = {"": tuple(MODELS), "dsa": ("MLA",), "qsa": ("Qwen4-Exp",)}
+KINDS = {"": tuple(MODELS), "dsa": ("MLA",), "qsa": ("Qwen4-Exp",), "msa": ("MiniMax-M3",)}
 #: Compiled for, besides.
-MORE_MODELS = {"Gemma 2": GEMMA, "Qwen4-Exp": QWEN4}
+MORE_MODELS = {"Gemma 2": GEMMA, "Qwen4-Exp": QWEN4, "MiniMax-M3": MINIMAX}
 CONTEXT = 131072
 #: Hi of DeepSeek-V3.2.
 INDEXER_HEADS = 64
@@ -211,10 +213,11 @@ class FakeEngine:
             k = torch.empty(tokens, spec.num_kv_heads, spec.head_dim, **kind)
             v = format_of(spec).values_of(k, torch.empty_like(k))
             width = spec.index_head_dim
+            heads = spec.num_kv_heads if self.algorithm.indexer == "msa" else INDEXER_HEADS
             indexer = simulated_inputs(
-                torch.empty(tokens, INDEXER_HEADS, width, **kind),
+                torch.empty(tokens, heads, width, **kind),
                 torch.empty(tokens, width, **kind),
-                torch.empty(tokens, INDEXER_HEADS, **kind),
+                torch.empty(tokens, heads, **kind),
             )
             with self.launches.layer(layer):
                 given = indexer if self.algorithm.indexer else None

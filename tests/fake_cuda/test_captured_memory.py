@@ -17,7 +17,7 @@ from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, PageScoreAlgori
 from hisparse.types import KVSpec, Selection
 from tests.fake_cuda.device import fake_cuda
 from tests.fake_cuda.engine import KINDS, LAYER, FakeEngine, model
-from tests.fake_cuda.test_launches import NAMES, algorithm_of, context_of
+from tests.fake_cuda.test_launches import NAMES, algorithm_of, context_of, scope_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def taken_and_charged(
             return retrieve(queries, layer_id, step)
 
     with fake_cuda() as launches:
-        engine = FakeEngine(launches, algorithm, spec, "layer", context=context)
+        engine = FakeEngine(launches, algorithm, spec, scope_of(algorithm), context=context)
         object.__setattr__(algorithm, "retrieve_topk", watched)
         engine.captured()
     pages = context // spec.page_size

@@ -18,7 +18,7 @@ from hisparse.kernels.build import cuda as build_cuda
 from tests.fake_cuda.device import fake_cuda
 from tests.fake_cuda.engine import KINDS, MODELS, FakeEngine, model
 from tests.fake_cuda.launches import WrongDevice
-from tests.fake_cuda.test_launches import NAMES, algorithm_of
+from tests.fake_cuda.test_launches import NAMES, algorithm_of, scope_of
 
 CONTEXT = 4096
 
@@ -79,7 +79,9 @@ def capture(name: str, kind: str, adapter: str, *, warm_up: bool = True, **absen
             if function in absent:
                 patch.setattr(module, function, lambda function=function: absent[function])
         spec = model(kind, sizes and sizes[0])
-        engine = FakeEngine(launches, algorithm, spec, "layer", context=CONTEXT, adapter=adapter)
+        engine = FakeEngine(
+            launches, algorithm, spec, scope_of(algorithm), context=CONTEXT, adapter=adapter
+        )
         if warm_up:
             engine.captured(warm_up=True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

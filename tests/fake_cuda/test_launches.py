@@ -28,7 +28,7 @@ _SHORT = {"oracle": 4096, "snapkv": 4096, "topp": 4096}
 #: The most kernels that a selecting layer launches in an eager step that fills no tail page.
 EAGER_LAUNCHES = {
     "streaming": 5, "quest": 6, "sketch": 6, "dsa": 8, "dipr": 9, "oracle": 10, "snapkv": 11,
-    "qsa": 9, "topp": 206,
+    "msa": 9, "qsa": 9, "topp": 206,
 }  # fmt: skip
 
 
@@ -39,6 +39,11 @@ def context_of(name: str) -> int:
 
 def algorithm_of(name: str) -> BaseSparseAlgorithm:
     return Custom() if name == "custom" else build_algorithm(HiSparseConfig(algorithm=name))
+
+
+def scope_of(algorithm: BaseSparseAlgorithm) -> SelectionScope:
+    """ "layer", or what the algorithm has in its place."""
+    return "layer" if "layer" in algorithm.scopes else algorithm.scopes[0]
 
 
 def cases() -> Iterator[tuple[str, str, SelectionScope]]:

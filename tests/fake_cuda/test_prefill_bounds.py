@@ -12,15 +12,15 @@ from hisparse.memory.costs import prefill_bytes
 from tests.fake_cuda.device import fake_cuda
 from tests.fake_cuda.engine import KINDS, LAYER, FakeEngine, model
 from tests.fake_cuda.test_captured_memory import Peak
-from tests.fake_cuda.test_launches import NAMES, algorithm_of
+from tests.fake_cuda.test_launches import NAMES, algorithm_of, scope_of
 
 #: Tokens of the chunk and of the prefix, which is read in eight tiles.
 CHUNK, PREFIX = 2048, 8192
 #: The most kernels that a layer launches for the chunk; those of a tile are about 11.
-LAUNCHES = {"dsa": 240, "qsa": 300, "snapkv": 230, "topp": 130}
+LAUNCHES = {"dsa": 240, "msa": 700, "qsa": 300, "snapkv": 230, "topp": 130}
 USUAL_LAUNCHES = 115
 #: Query heads: those of the model, and fewer, where outputs do not hide what else is allocated.
-HEADS = {"GQA": 32, "MLA": 128, "Qwen4-Exp": 24}
+HEADS = {"GQA": 32, "MLA": 128, "Qwen4-Exp": 24, "MiniMax-M3": 64}
 FEW_HEADS = {"GQA": 8, "MLA": 16}
 
 
@@ -41,7 +41,7 @@ def launches_and_peak(name: str, kind: str, adapter: str, heads: int) -> tuple[i
     sizes = algorithm.page_sizes
     spec = model(kind, sizes and sizes[0], num_q_heads=heads)
     with fake_cuda() as launches:
-        engine = FakeEngine(launches, algorithm, spec, "layer", adapter=adapter)
+        engine = FakeEngine(launches, algorithm, spec, scope_of(algorithm), adapter=adapter)
         layer = launches.layer
 
         @contextmanager

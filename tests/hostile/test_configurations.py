@@ -26,7 +26,10 @@ COUNT = 100_000 if PART == "hostile" else 1_000
 
 #: Values that go together, by key.
 SENSIBLE: dict[str, tuple[Any, ...]] = {
-    "algorithm": ("sketch", "quest", "snapkv", "topp", "streaming", "oracle", "dipr", "dsa", "qsa"),
+    "algorithm": (
+        *("sketch", "quest", "snapkv", "topp", "streaming", "oracle", "dipr"),
+        *("dsa", "msa", "qsa"),
+    ),
     "algorithm_config": (
         {}, {"detail": 0.5}, {"economy": True}, {"ranges": 2}, {"summary_dtype": "float32"},
         {"window": 8}, {"mass": 0.9}, {"beta": 3.0},

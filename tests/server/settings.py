@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_models import INDEX_TOP_K, QSA_BUDGET
+from tiny_models import INDEX_TOP_K, MSA_BLOCK, MSA_BUDGET, MSA_DENSE, QSA_BUDGET
 
 #: SGLang wants a CPU for each of two ranks, or to be told.
 TWO_RANKS = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
@@ -62,6 +62,15 @@ QSA: dict[str, Any] = DSA | {
     "page_size": 4,
     "budget": QSA_BUDGET,
     "device_buffer_size": 2 * QSA_BUDGET,
+}
+
+#: MiniMax-M3 with the blocks of its own indexer.
+MSA: dict[str, Any] = DSA | {
+    "algorithm": "msa",
+    "page_size": MSA_BLOCK,
+    "budget": MSA_BUDGET,
+    "device_buffer_size": 2 * MSA_BUDGET,
+    "dense_layers": MSA_DENSE,
 }
 
 

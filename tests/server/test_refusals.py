@@ -211,6 +211,17 @@ SELECTING: list[tuple[dict[str, Any], str]] = [
         "sparse_config",
     ),
     ({"sparse_topk": 64}, "sparse_topk"),
+    ({"index_topk": 64, "index_n_heads": 4}, "index_n_heads, index_topk"),
+    (
+        {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "model_type": "deepseek_v4",
+            "compress_ratios": [0, 4, 128],
+            "sliding_window": 128,
+            "index_head_dim": 128,
+        },
+        "compress_ratios, index_head_dim",
+    ),
 ]
 
 
@@ -238,7 +249,7 @@ def test_an_indexer_that_is_not_that_of_deepseek(
     (tmp_path / "config.json").write_text(json.dumps(config))
     message = refusal(model=tmp_path, config={"algorithm": "dsa", "page_size": 1})
     assert f"ForCausalLM was trained to select by itself what it attends ({field}); ex" in message
-    assert message.endswith("(one key per token, in every layer) or Qwen4-Exp")
+    assert message.endswith("(one key per token, in every layer), Qwen4-Exp or MiniMax-M3")
 
 
 LONGROPE = {

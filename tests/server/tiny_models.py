@@ -77,8 +77,8 @@ _WINDOWS = {
 }
 _GEMMA = _SHAPE | _WINDOWS | {"tie_word_embeddings": True}
 
-#: Tokens that DeepSeek-V3.2's indexer keeps, and Qwen4-Exp's: far less than most prompts.
-INDEX_TOP_K = QSA_BUDGET = 64
+#: Tokens that DeepSeek-V3.2's indexer keeps, and those of others: far less than most prompts.
+INDEX_TOP_K = QSA_BUDGET = MSA_BUDGET = 64
 
 #: What differs from ``_SHAPE``; DeepSeek's models have a dense layer and layers of experts.
 _SHAPES = {
@@ -191,6 +191,45 @@ _SHAPES |= {
     },
 }
 
+#: Layers of the tiny MiniMax-M3 without an indexer, and tokens of a block.
+MSA_DENSE, MSA_BLOCK = [0], 16
+_SHAPES["minimax_m3"] = _SHAPE | {
+    "dense_intermediate_size": 256,
+    # SGLang reads the width, transformers the factor.
+    "rotary_dim": _HEAD_DIM // 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "index_n_heads": KV_HEADS,
+    "index_head_dim": 32,
+    "index_block_size": MSA_BLOCK,
+    "index_topk_blocks": MSA_BUDGET // MSA_BLOCK,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    # SGLang has experts with this activation for GPUs only.
+    "mlp_layer_types": ["dense"] * LAYERS,
+}
+#: What SGLang reads of it, as published; transformers has the same in other fields.
+MSA_FIELDS = {
+    "architectures": ["MiniMaxM3SparseForCausalLM"],
+    "hidden_act": "swigluoai",
+    "use_qk_norm": True,
+    "qk_norm_type": "per_head",
+    "use_gemma_norm": True,
+    "moe_layer_freq": [0] * LAYERS,
+    "sparse_attention_config": {
+        "sparse_num_index_heads": KV_HEADS,
+        "sparse_index_dim": 32,
+        "sparse_block_size": MSA_BLOCK,
+        "sparse_topk_blocks": MSA_BUDGET // MSA_BLOCK,
+        "sparse_init_block": 0,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": [0, 1, 1],
+        "sparse_disable_index_value": [0, 1, 1],
+    },
+}
+
 #: Kind to its name in transformers.
 KINDS = {
     "llama": "Llama",
@@ -211,9 +250,12 @@ KINDS = {
     "kimi_linear": "KimiLinear",
     "lfm2": "Lfm2",
     "qwen4_exp": "Qwen4ExpText",
+    "minimax_m3": "MiniMaxM3VLText",
 }
 #: The same of the class with a head, where it has another name than the configuration.
-_HEADS = {"gemma3": "Gemma3", "qwen4_exp": "Qwen4Exp"}
+_HEADS = {"gemma3": "Gemma3", "qwen4_exp": "Qwen4Exp", "minimax_m3": "MiniMaxM3VL"}
+#: Names of weights as SGLang reads them, where transformers saves others.
+_WEIGHTS = {"minimax_m3": (".indexer.", ".index_")}
 
 #: Counted up when the weights change, so that no old folder is taken.
 _VERSION = 4
@@ -247,6 +289,8 @@ def tiny_model(kind: str) -> Path:
             drop_layer_types(folder / "config.json")
         if kind == "qwen4_exp":
             _wrap_text_config(folder / "config.json")
+        if kind in _WEIGHTS:
+            _rename_weights(folder / "model.safetensors", *_WEIGHTS[kind])
     return folder
 
 
@@ -257,6 +301,13 @@ def _wrap_text_config(path: Path) -> None:
     # SGLang then builds nothing for images.
     made = names | {"language_model_only": True, "text_config": text}
     path.write_text(json.dumps(made))
+
+
+def _rename_weights(path: Path, old: str, new: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = {name.replace(old, new): x for name, x in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def with_tokenizer(folder: Path) -> Path:

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from hisparse.sglang.features.dsa import RowwiseInputs, around_compute_indexer_cell_size
+from hisparse.sglang.features.dsa import around_compute_indexer_cell_size
+from hisparse.sglang.models import RowwiseInputs
 
 
 def test_rows_of_all_fields_are_taken() -> None:

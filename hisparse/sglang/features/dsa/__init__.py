@@ -14,9 +14,8 @@ from torch import Tensor
 from hisparse.config import HiSparseConfig
 from hisparse.sglang.features.base import INDEXER, WITH_INDEXER, Feature
 from hisparse.sglang.install import is_requested
-from hisparse.sglang.models import check_trained, find_indexers, name_of, rows_of_slice
+from hisparse.sglang.models import RowwiseInputs, check_trained, find_indexers, name_of
 from hisparse.sglang.session import ServerSession
-from hisparse.types import IndexerInputs
 
 
 @contextmanager
@@ -45,16 +44,6 @@ def around_compute_indexer_cell_size(
     if is_requested(kvc.server_args):
         return 0
     return original(configurator, kvc=kvc, **options)
-
-
-class RowwiseInputs(IndexerInputs):
-    """Indexer inputs of which SGLang can take the rows that are not padding, as of a tensor."""
-
-    __slots__ = ()
-    __getitem__ = rows_of_slice
-
-    def take(self, tokens: slice | Tensor) -> RowwiseInputs:
-        return RowwiseInputs(*super().take(tokens))
 
 
 def _indexer_inputs(
