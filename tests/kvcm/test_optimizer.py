@@ -74,7 +74,7 @@ def replayed(
 ) -> list[tuple[int, list[int]]]:
     setup = Setup(make_setup(trace).groups, mode, batch)
     found = replay(trace, setup, Point(policy, capacity, ttl_s))
-    return [(read.hits, [len(cache or ()) for cache in read.caches]) for read in found]
+    return [(hits, [len(cache or ()) for cache in caches]) for _, hits, caches in found]
 
 
 @given(steps, st.integers(0, 12), st.sampled_from([1, 2, 3]), st.integers(1, 5))

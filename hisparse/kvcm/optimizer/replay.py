@@ -124,12 +124,8 @@ class Point(NamedTuple):
     ttl_s: float | None = None
 
 
-class Read(NamedTuple):
-    """A read of a replay: its event, its leading hits, and the blocks of each instance after it."""
-
-    event: Event
-    hits: int
-    caches: Sequence[Lru | None]
+#: A read, its leading hits, and the blocks of each instance after it; None: it is in no group.
+Read = tuple[Event, int, Sequence[Lru | None]]
 
 
 def replay(trace: Trace, setup: Setup, point: Point) -> Iterator[Read]:
@@ -147,43 +143,36 @@ def replay(trace: Trace, setup: Setup, point: Point) -> Iterator[Read]:
             if number is not None:
                 rate = member["eviction_policy_params"].get("sample_rate", 0)
                 options = Options(setup.batch, rate if rate > 0 else 0.1, ttl_us)
-                those.append(POLICIES[point.policy or member["eviction_policy_type"]](options))
-                caches[number] = those[-1]
+                cache = POLICIES[point.policy or member["eviction_policy_type"]](options)
+                caches[number] = cache
+                those.append(cache)
                 shared[number] = those, _limit(group, point)
     for event in trace.events:
-        cache = caches[event.instance]
-        if cache is None:
+        own = caches[event.instance]
+        if own is None:
             continue
-        group_caches, limit = shared[event.instance]
-        for each in group_caches:
+        those, limit = shared[event.instance]
+        for each in those:
             each.settle(event.time_us)
         hits = 0
         if event.asked is not None:
-            hits = min(cache.read(event.blocks, event.time_us), event.asked)
+            hits = min(own.read(event.blocks, event.time_us), event.asked)
         if event.writes:
-            cache.write(event.blocks, event.time_us)
-            excess = sum(map(len, group_caches)) - limit
-            if excess > 0:
-                _evict(setup, cache, group_caches, excess)
+            own.write(event.blocks, event.time_us)
+            excess = sum(map(len, those)) - limit
+            while excess > 0:
+                count = min(setup.batch, excess) if setup.mode == 3 else setup.batch
+                evicted = sum(each.evict(count) for each in (those if setup.mode == 1 else [own]))
+                if not evicted:
+                    break
+                excess -= evicted
         if event.asked is not None:
-            yield Read(event, hits, caches)
+            yield event, hits, caches
 
 
 def _limit(group: Group, point: Point) -> int:
-    if point.capacity is not None:
-        return point.capacity
-    return int(group["quota_capacity"] * group["used_percentage"])
-
-
-def _evict(setup: Setup, own: Lru, group: Sequence[Lru], excess: int) -> None:
-    while excess > 0:
-        if setup.mode == 1:
-            evicted = sum(cache.evict(setup.batch) for cache in group)
-        else:
-            evicted = own.evict(setup.batch if setup.mode == 2 else min(setup.batch, excess))
-        if not evicted:
-            return
-        excess -= evicted
+    quota = int(group["quota_capacity"] * group["used_percentage"])
+    return quota if point.capacity is None else point.capacity
 
 
 @dataclass
@@ -209,7 +198,7 @@ class Counts:
 
     def add(self, read: Read, block_size: int) -> None:
         """Count a read; a block has so many tokens."""
-        event, hits = read.event, read.hits
+        event, hits, caches = read
         asked, mask = event.asked or 0, event.mask
         internal, hit = (
             min(mask, n) if isinstance(mask, int) else sum(mask[:n]) for n in (asked, hits)
@@ -224,7 +213,7 @@ class Counts:
         self.external_hits += hits - hit
         self.computed += tokens - own - loaded
         self.loaded += loaded
-        self.peak = max(self.peak, len(read.caches[event.instance] or ()))
+        self.peak = max(self.peak, len(caches[event.instance] or ()))
 
     def rates(self) -> tuple[float, float]:
         """Internal and external hits, of all blocks that were asked for."""
@@ -245,7 +234,7 @@ def _count(
                 files[number] = stack.enter_context(open(path, "w", encoding="utf-8"))
                 files[number].write(_COLUMNS)
         for read in replay(trace, setup, point):
-            number = read.event.instance
+            number = read[0].instance
             counts[number].add(read, block_size)
             if files:
                 (now := Counts()).add(read, block_size)
@@ -254,10 +243,11 @@ def _count(
 
 
 def _row(read: Read, now: Counts, until_now: Counts) -> str:
-    held = [len(cache or ()) for cache in read.caches]
+    event, _, caches = read
+    held = [len(cache or ()) for cache in caches]
     (internal, external), (all_internal, all_external) = now.rates(), until_now.rates()
     row = (
-        read.event.time_us, held[read.event.instance], ";".join(map(str, held)), sum(held),
+        event.time_us, held[event.instance], ";".join(map(str, held)), sum(held),
         now.internal, now.external, now.internal + now.external,
         now.internal_hits, f"{internal:g}", now.external_hits, f"{external:g}",
         f"{internal + external:g}", f"{all_internal:g}", f"{all_external:g}",
