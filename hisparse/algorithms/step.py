@@ -299,13 +299,9 @@ class DecodeStep:
         return tail_lse(query, self.tail_pages(layer_id), paged_attention, rule)
 
     def tail_pages(self, layer_id: int, *, with_new: bool = False) -> TailPages:
-        """The tail pages in place, for kernels.
+        """The tail pages in place, for kernels; ``with_new`` with tokens that are not in them yet.
 
-        Args:
-            layer_id: layer number.
-            with_new: hand out new tokens that are not in the pages yet, if there are any, for
-                :func:`hisparse.kernels.sketch_score` to write; see
-                :meth:`BaseSparseAlgorithm.appends`. False: the pages have all tokens.
+        See :meth:`BaseSparseAlgorithm.appends`.
         """
         return self.kv_io.tail_pages(layer_id, self, with_new=with_new)
 
