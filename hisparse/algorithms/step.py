@@ -299,10 +299,7 @@ class DecodeStep:
         return tail_lse(query, self.tail_pages(layer_id), paged_attention, rule)
 
     def tail_pages(self, layer_id: int, *, with_new: bool = False) -> TailPages:
-        """The tail pages in place, for kernels; ``with_new`` with tokens that are not in them yet.
-
-        See :meth:`BaseSparseAlgorithm.appends`.
-        """
+        """Tail pages for kernels; ``with_new``: see :meth:`BaseSparseAlgorithm.appends`."""
         return self.kv_io.tail_pages(layer_id, self, with_new=with_new)
 
     def host_keys(self, layer_id: int) -> HostKeys:

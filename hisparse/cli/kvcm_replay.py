@@ -65,6 +65,8 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.out and len(arguments.files) > 1:
         got = len(arguments.files)
         raise ConfigError(f"--out: got {got} traces, expected one, whose instances name the files")
+    if arguments.load_rate and not arguments.prefill_rate:
+        raise ConfigError("--load-rate: got it alone, expected --prefill-rate too")
     found = [_replay_file(arguments, path) for path in arguments.files]
     result = {"command": "kvcm replay", **provenance.origin(), "traces": found}
     print_result(arguments, result, lambda console: _print(console, found))

@@ -174,7 +174,12 @@ def _generate(package: Path, folder: Path, task: str, context: int, count: int) 
         start_new_session=True,
     ) as started:
         try:
-            said, _ = started.communicate()
+            said, _ = started.communicate(timeout=20 * limit)
+        except subprocess.TimeoutExpired:
+            raise HiSparseError(
+                f"--ruler: RULER's generator of {task} at {context} tokens did not end in "
+                f"{20 * limit} s; expected documents: does it wait for the network?"
+            ) from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(started.pid, signal.SIGKILL)

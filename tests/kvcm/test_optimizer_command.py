@@ -236,6 +236,7 @@ def test_wrong_configurations_are_refused(
     ('"lru"', '"lur"', "unknown policy 'lur'; did you mean 'lru'"),
     ("0.5, \"storages\"", "1.5, \"storages\"", "used_percentage: got 8 and 1.5, expected"),
     ('"sample_rate": 0.5', '"sample_rate": "x"', "params: got {'sample_rate': 'x'}"),
+    ('"sample_rate": 0.5', '"sample_rate": 2', "sample_rate: got 2, expected 0.000001 to 1"),
 ])  # fmt: skip
 def test_wrong_values_of_a_configuration_are_refused(
     old: str, new: str, message: str, tmp_path: Path, command: Command
@@ -284,6 +285,8 @@ def test_wrong_flags_are_refused(tmp_path: Path, command: Command) -> None:
     assert "--policy: unknown policy 'lfu'" in said
     said = command.refused("kvcm", "replay", path, path, "--out", str(tmp_path))
     assert "--out: got 2 traces, expected one" in said
+    said = command.refused("kvcm", "replay", path, "--load-rate", "300")
+    assert "--load-rate: got it alone, expected --prefill-rate too" in said
     for flag, value in (("--prefill-rate", "0"), ("--ttl", "-1"), ("--capacity", "0")):
         assert flag in command.refused("kvcm", "replay", path, flag, value)
     (tmp_path / "not-json").write_text("{")

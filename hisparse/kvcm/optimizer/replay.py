@@ -92,6 +92,9 @@ def read_setup(file: Path) -> Setup:
     for member in members:
         if (policy := member["eviction_policy_type"]) not in POLICIES:
             raise ConfigError(f"{where}: {unknown_name('policy', policy, POLICIES)}")
+        rate = member["eviction_policy_params"].get("sample_rate", 0)
+        if type(rate) not in (int, float) or not (rate <= 0 or 1e-6 <= rate <= 1):
+            raise ConfigError(f"{where}: sample_rate: got {rate!r}, expected 0.000001 to 1")
     for group in groups:
         if group["quota_capacity"] < 0 or not 0 < group["used_percentage"] <= 1:
             got = f"{group['quota_capacity']} and {group['used_percentage']}"
