@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.host, arguments.rpc_port, arguments.http_port, arguments.admin_rpc_port,
         arguments.admin_http_port,
     )  # fmt: skip
+    if not arguments.host.startswith("127.") and arguments.host not in ("::1", "localhost"):
+        print(
+            f"kvcm: who reaches {arguments.host} may read, write and administer: there are no "
+            "passwords yet",
+            file=sys.stderr,
+        )
     asyncio.run(serve(arguments.store, startup, ports, _print_ports))
     return 0
 

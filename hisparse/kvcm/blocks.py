@@ -27,19 +27,19 @@ async def begin_session(state: State, session: Session) -> None:
     """Keep new blocks, which are WRITING, and let them be written.
 
     Raises:
-        OSError: the store failed; the blocks are gone.
+        OSError: the store failed, and may have the session; it expires.
     """
+    record = session.record()
     # The first of a prefix is the last to be reclaimed.
     for block in reversed(session.blocks):
         state.add(block)
     state.open(session)
     try:
-        await state.writer.write({session.number: session.record()})
+        await state.writer.write({session.number: record})
     except OSError:
-        if state.sessions.pop(session.id, None) is not None:
-            for block in session.blocks:
-                if state.holds(block):
-                    state.drop(block)
+        session.deadline = 0.0
+        if state.sessions.get(session.id) is session:
+            state.open(session)
         raise
 
 

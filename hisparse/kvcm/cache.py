@@ -22,6 +22,9 @@ MAX_TOKENS: Final = 1 << 20
 #: Tokens that are hashed in a thread, so that other requests get their turn.
 _MANY_TOKENS: Final = 1 << 14
 _EMPTY_SESSION_S: Final = 10.0
+_MAX_SESSION_S: Final = 86_400.0
+#: Parts of blocks that one request may name.
+_MAX_LOCATIONS: Final = 1 << 20
 _ID: Final = string.ascii_lowercase + string.digits
 #: How often a storage of each type is chosen, of several that have a block; others: 3.
 _WEIGHTS: Final = {META.StorageType["ST_NFS"]: 5}
@@ -54,16 +57,21 @@ async def keys_of(request: Any, instance: Instance) -> Sequence[int]:
     for name, values, most in (("block_keys", keys, MAX_KEYS), ("token_ids", tokens, MAX_TOKENS)):
         if len(values) > most:
             raise _invalid(f"{name}: got {len(values)}, expected at most {most}")
-    if keys:
-        return list(keys)
-    if not tokens:
-        raise _invalid("block_keys and token_ids: got none, expected one of them")
     size = instance.info.block_size
-    if size < 1:
+    if keys:
+        found = list(keys)
+    elif not tokens:
+        raise _invalid("block_keys and token_ids: got none, expected one of them")
+    elif size < 1:
         raise _invalid(f"block_size of the instance: got {size}, expected at least 1 for token_ids")
-    if len(tokens) < _MANY_TOKENS:
-        return block_keys(tokens, size)
-    return await asyncio.to_thread(block_keys, list(tokens), size)
+    elif len(tokens) < _MANY_TOKENS:
+        found = block_keys(tokens, size)
+    else:
+        found = await asyncio.to_thread(block_keys, list(tokens), size)
+    most = _MAX_LOCATIONS // len(instance.spec_sizes)
+    if len(found) > most:
+        raise _invalid(f"keys: got {len(found)}, expected at most {most} with the instance's specs")
+    return found
 
 
 def masked(mask: Any, count: int) -> Iterator[bool]:
@@ -158,7 +166,7 @@ def start_write(
         instance: that writes.
         keys: of a request. A key that comes twice gets one location.
         groups: names of spec groups, one for each key; or empty: all parts.
-        seconds: that the write may take.
+        seconds: that the write may take; a day at most.
 
     Returns:
         A session that has not begun, and for each key whether it exists.
@@ -184,7 +192,7 @@ def start_write(
             new.append((key, instance.parts_of[groups[at]] if groups else 0))
     now = time.time()
     blocks = _allocate(state, instance, new, now) if new else []
-    deadline = now + (seconds if new else _EMPTY_SESSION_S)
+    deadline = now + (min(seconds, _MAX_SESSION_S) if new else _EMPTY_SESSION_S)
     name = "".join(random.SystemRandom().choices(_ID, k=32))
     return Session(name, state.new_number(), instance, blocks, deadline), exists
 

@@ -86,12 +86,11 @@ async def _remove(state: State, victims: list[Block]) -> bool:
 
 def _oldest(instances: Iterable[Instance], types: tuple[int, ...]) -> Iterator[Block]:
     """Blocks that serve, those of the longest unused first."""
+    # Those that wait for deletion are not in the order of their times.
     shelves = [
-        blocks.values()
+        (block for block in blocks.values() if block.status == SERVING)
         for instance in instances
         for storage, blocks in instance.blocks.items()
         if storage.type in types
     ]
-    for block in heapq.merge(*shelves, key=attrgetter("time")):
-        if block.status == SERVING:
-            yield block
+    return heapq.merge(*shelves, key=attrgetter("time"))

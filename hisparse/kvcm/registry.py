@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 from hisparse.errors import quoted
 from hisparse.kvcm.blocks import AT_ONCE, end_session, trim
@@ -99,13 +99,18 @@ class Registry:
             old = self.storage(config.global_unique_name)
             new = Storage(old.number, config, old.available)
             holds = any(x.blocks.get(old) for x in self._state.instances.values())
-            if (new.scheme, new.root) != (old.scheme, old.root):
-                if holds and not force:
-                    text = "got another root and blocks below the old one, expected force_update"
-                    raise _failed(f"storage {quoted(old.name)}: {text}")
-                await self._forget_blocks(old)
-            await self._state.writer.write({old.number: new.record()})
-            old.configure(config)
+            moves = (new.scheme, new.root) != (old.scheme, old.root)
+            if moves and holds and not force:
+                text = "got another root and blocks below the old one, expected force_update"
+                raise _failed(f"storage {quoted(old.name)}: {text}")
+            old.available = False  # No write begins below the old root.
+            try:
+                if moves:
+                    await self._forget_blocks(old)
+                await self._state.writer.write({old.number: new.record()})
+                old.configure(config)
+            finally:
+                old.available = new.available
 
     async def _forget_blocks(self, storage: Storage) -> None:
         state = self._state
@@ -214,6 +219,10 @@ class Registry:
             await trim(self._state, instance)
 
 
+#: Specs of an instance, and groups of them.
+_MAX_SPECS: Final = 1024
+
+
 def check_group(config: Any) -> None:
     """Refuse a group that lacks what every group has.
 
@@ -248,6 +257,9 @@ def instance_info(request: Any) -> Any:
         block_size=request.block_size,
     )
     info.model_deployment.MergeFromString(request.model_deployment.SerializeToString())
+    for field in ("location_spec_infos", "location_spec_groups"):
+        if (count := len(getattr(request, field))) > _MAX_SPECS:
+            raise invalid(f"{field}: got {count}, expected at most {_MAX_SPECS}")
     names = set()
     check_part("instance_id", request.instance_id)
     for spec in request.location_spec_infos:

@@ -13,6 +13,7 @@ import logging
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Dispatcher:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._running: set[asyncio.Task[Any]] = set()
         registry = Registry(state)
         self._services = {
             "meta": MetaService(state, registry),
@@ -91,14 +93,25 @@ class Dispatcher:
         }
 
     def bind(self, method: Method) -> Call:
-        """A function from a request to its response, which never raises."""
+        """A function from a request to its response, which never raises.
+
+        What has begun goes on when the client is gone: the state and the store stay alike.
+        """
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
         function = getattr(self._services[method.service], name, None)
 
         async def call(request: Any) -> Any:
-            return await self._call(method, function, request)
+            task = asyncio.create_task(self._call(method, function, request))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            return await asyncio.shield(task)
 
         return call
+
+    async def drain(self) -> None:
+        """Return when no request runs."""
+        while self._running:
+            await asyncio.wait(self._running)
 
     async def _call(self, method: Method, function: Any, request: Any) -> Any:
         begin = time.perf_counter()
@@ -235,7 +248,7 @@ class Server:
         self._grpc: list[Any] = []
         self._http: list[uvicorn.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
-        dispatcher = Dispatcher(state)
+        self._dispatcher = dispatcher = Dispatcher(state)
         self._calls = {
             service: [(method, dispatcher.bind(method)) for method in methods]
             for service, methods in (("meta", META_METHODS), ("admin", ADMIN_METHODS))
@@ -287,8 +300,9 @@ class Server:
             calls |= {method.http_path: (method, call) for method, call in self._calls[service]}
         listening = _listen(self._ports.host, port)
         config = uvicorn.Config(
-            _http_app(calls), lifespan="off", log_config=None, access_log=False, ws="none"
-        )
+            _http_app(calls), lifespan="off", log_config=None, access_log=False, ws="none",
+            timeout_graceful_shutdown=1,
+        )  # fmt: skip
         server = _HTTPServer(config)
         self._http.append(server)
         self._tasks.append(asyncio.create_task(server.serve(sockets=[listening])))
@@ -302,9 +316,11 @@ class Server:
         for server in self._grpc:
             await server.stop(grace=1)
         serving, working = self._tasks[: len(self._http)], self._tasks[len(self._http) :]
+        await asyncio.gather(*serving, return_exceptions=True)
+        await self._dispatcher.drain()
         for task in working:
             task.cancel()
-        await asyncio.gather(*serving, *working, return_exceptions=True)
+        await asyncio.gather(*working, return_exceptions=True)
 
 
 async def _repeat(work: Callable[[State], Awaitable[None]], state: State) -> None:
@@ -316,6 +332,14 @@ async def _repeat(work: Callable[[State], Awaitable[None]], state: State) -> Non
         except Exception:
             _LOG.exception("%s failed", work.__name__)
         await asyncio.sleep(_PERIOD_S)
+
+
+def _has(state: State, storage: Any, config: Any) -> bool:
+    """Whether a restored state has this configuration."""
+    known, group = state.storages.get(storage.global_unique_name), state.groups.get(config.name)
+    if known is None or group is None:
+        return False
+    return bool(known.config == storage and group.config == config)
 
 
 async def serve(
@@ -346,6 +370,12 @@ async def serve(
             group = Group(state.new_number(), config)
             await state.writer.write({found.number: found.record(), group.number: group.record()})
             state.storages[found.name], state.groups[config.name] = found, group
+        elif not _has(state, *startup):
+            print(
+                "kvcm: the store has other storages or groups than the command line says, and they "
+                "count; updateStorage and updateInstanceGroup change them",
+                file=sys.stderr,
+            )
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)

@@ -47,11 +47,11 @@ def check_part(field: str, value: str) -> None:
         ServiceError: INVALID_ARGUMENT.
     """
     if (
-        len(value) > _MAX_PART
+        len(value.encode()) > _MAX_PART
         or _ODD.search(value)
         or any(part in ("", ".", "..") for part in value.split("/"))
     ):
-        expected = f"up to {_MAX_PART} characters without spaces, ?#&=% and parts like '..'"
+        expected = f"up to {_MAX_PART} bytes without spaces, ?#&=% and parts like '..'"
         raise _invalid(field, value, expected)
 
 

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import os
 import queue
+import secrets
+import socket
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import psutil
+
 from hisparse.errors import ConfigError, one_line
 
+_LOG: Final = logging.getLogger(__name__)
 #: Records by number; None deletes.
 Changes = Mapping[int, bytes | None]
 
 _REDIS_KEY: Final = "hisparse:kvcm"
 _REDIS_TIMEOUT_S: Final = 5.0
+#: Who writes to Redis, and for how long after its last word nobody else may.
+_REDIS_OWNER: Final = "hisparse:kvcm:owner"
+_LEASE_S: Final = 6.0
+_RENEW_S: Final = 2.0
 
 
 class Store(Protocol):
@@ -27,6 +40,9 @@ class Store(Protocol):
 
     def write(self, changes: Changes) -> None:
         """Make all changes or none; they survive the end of this process."""
+
+    def renew(self) -> None:
+        """Say that this process still uses it; called where nothing else is."""
 
     def close(self) -> None:
         """Let go of the files or the connection."""
@@ -39,6 +55,9 @@ class NoStore:
         return iter(())
 
     def write(self, changes: Changes) -> None:
+        pass
+
+    def renew(self) -> None:
         pass
 
     def close(self) -> None:
@@ -58,6 +77,7 @@ class SQLiteStore:
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._db = sqlite3.connect(
                 path, timeout=1, isolation_level=None, check_same_thread=False
             )
@@ -91,18 +111,21 @@ class SQLiteStore:
                 self._db.execute("ROLLBACK")
             raise
 
+    def renew(self) -> None:
+        pass
+
     def close(self) -> None:
         self._db.close()
 
 
 class RedisStore:
-    """One hash in Redis or Valkey.
+    """One hash in Redis or Valkey, which one process writes.
 
     Args:
         url: ``redis://[:password@]host:port[/db]``.
 
     Raises:
-        ConfigError: nothing answers there.
+        ConfigError: nothing answers there, or another process writes there.
     """
 
     def __init__(self, url: str) -> None:
@@ -112,27 +135,71 @@ class RedisStore:
             self._redis: Any = redis.Redis.from_url(
                 url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
             )
-            self._redis.ping()
+            self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
+            owner = self._acquire()
         except (redis.RedisError, ValueError, OSError) as error:
             text = "store: expected redis://[:password@]host:port[/db] of a running server"
             raise ConfigError(f"{text}: {one_line(error)}") from None
+        if owner is not None:
+            text = f"got one of the manager {owner}, expected one of no running manager"
+            raise ConfigError(f"store: {text}")
+
+    def _acquire(self) -> str | None:
+        """Become the owner, or return who is it and stays it. An owner that died is none."""
+        end = time.monotonic() + _LEASE_S + 1
+        while True:
+            owner = self._redis.get(_REDIS_OWNER)
+            if owner is None or _is_dead(owner.decode()):
+                with contextlib.suppress(OSError):
+                    self._write({}, owner)
+                    return None
+            elif time.monotonic() > end:
+                return str(owner.decode())
+            time.sleep(0.1)
 
     def load(self) -> Iterator[tuple[int, bytes]]:
         for number, value in self._redis.hscan_iter(_REDIS_KEY, count=10_000):
             yield int(number), value
 
     def write(self, changes: Changes) -> None:
+        self._write(changes, self._name.encode())
+
+    def _write(self, changes: Changes, owner: bytes | None) -> None:
+        """Write if the owner is still this one or gone, and be it from then on."""
+        import redis
+
         kept = {number: value for number, value in changes.items() if value is not None}
         gone = [number for number, value in changes.items() if value is None]
         with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.watch(_REDIS_OWNER)
+            if (found := pipeline.get(_REDIS_OWNER)) not in (None, owner):
+                raise OSError(f"the manager {found.decode()} has this store now")
+            pipeline.multi()
+            pipeline.set(_REDIS_OWNER, self._name, px=int(_LEASE_S * 1000))
             if kept:
                 pipeline.hset(_REDIS_KEY, mapping=kept)
             if gone:
                 pipeline.hdel(_REDIS_KEY, *gone)
-            pipeline.execute()
+            try:
+                pipeline.execute()
+            except redis.WatchError:
+                raise OSError("another manager has this store now") from None
+
+    def renew(self) -> None:
+        self.write({})
 
     def close(self) -> None:
+        if self._redis.get(_REDIS_OWNER) == self._name.encode():
+            self._redis.delete(_REDIS_OWNER)
         self._redis.close()
+
+
+def _is_dead(owner: str) -> bool:
+    """Whether an owner was a process of this host that is gone, or this process itself."""
+    host, pid, _ = owner.rsplit(":", 2)
+    if host != socket.gethostname():
+        return False
+    return int(pid) == os.getpid() or not psutil.pid_exists(int(pid))
 
 
 def open_store(place: str) -> Store:
@@ -184,7 +251,11 @@ class Writer:
     def _run(self) -> None:
         ends = False
         while not ends:
-            batch = [self._waiting.get()]
+            try:
+                batch = [self._waiting.get(timeout=_RENEW_S)]
+            except queue.Empty:
+                self._renew()
+                continue
             while not self._waiting.empty():
                 batch.append(self._waiting.get())
             ends = None in batch
@@ -200,6 +271,12 @@ class Writer:
                 error = OSError(f"the store failed: {one_line(raised)}")
             for _, future in asked:
                 future.get_loop().call_soon_threadsafe(_settle, future, error)
+
+    def _renew(self) -> None:
+        try:
+            self._store.renew()
+        except Exception as error:  # The next write says so to its client.
+            _LOG.error("store: %s", one_line(error))
 
 
 def _settle(future: asyncio.Future[None], error: OSError | None) -> None:
