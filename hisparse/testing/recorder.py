@@ -103,8 +103,10 @@ class Recorder:
         self.constructed.append(step.host_pages.tolist())
         inputs = {"keys": keys, "queries": queries, "step.host_pages": step.host_pages}
         slot = torch.tensor([step.slot])
-        # An entry may be written while its page is not full.
-        own = step.context_pages[step.start // step.policy.kv.page_size :]
+        own = step.host_pages
+        if self.algorithm.indexer:
+            # Keys of a model's indexer are written while their page is not full.
+            own = step.context_pages[step.start // step.policy.kv.page_size :]
         call = Call("construct_representations", layer_id, inputs, own, slot)
         with self._guarded(call):
             self.algorithm.construct_representations(keys, queries, layer_id, step)

@@ -150,6 +150,8 @@ WHOLE = (
     *(s for name in ("streaming", "topp", "oracle", "snapkv", "custom") for s in _models(name, 16)),
     *(Setting(algorithm="dsa", kind="MLA", page_size=1, options={"index_dtype": dtype})
       for dtype in ("float8_e4m3fn", "bfloat16", "float32")),
+    Setting(algorithm="qsa", kind="Qwen4-Exp", page_size=4),
+    Setting(algorithm="msa", kind="MiniMax-M3", page_size=128, scope="kv_head", context=6144),
     *(s for batch in (1, 32) for s in _models("sketch", 16, batch=batch, context=131072)),
     *_models("sketch", 16, extensions=("tail_estimate",)),
     *(s for rule in (_CAPPED, _WINDOW) for dtype in (torch.bfloat16, torch.float32) for s in

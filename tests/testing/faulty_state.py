@@ -67,6 +67,18 @@ class WritesALayerAhead(Right):
         step.representations["more"][1 - layer_id, host_pages] = 1
 
 
+@finds("chunks", "decoded pages", "writes")
+class WritesAPageBeforeItIsFull(Right):
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        return super().representations(policy) | {"more": Representation((), torch.float32)}
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        super().construct_representations(keys, queries, layer_id, step)
+        step.representations["more"][layer_id, step.context_pages[-1]] = 1
+
+
 @finds("writes")
 class WritesEveryRequestsState(Right):
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
