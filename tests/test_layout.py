@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -152,6 +153,12 @@ def test_functions_and_files_are_short() -> None:
                 if (lines := (node.end_lineno or first) - first + 1) > 60:
                     long.append(f"{name}:{first} {node.name}: {lines} lines")
     assert not long
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Pytest collects no two of one name, as their folders are no packages."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_few_modules_stand_loose() -> None:
