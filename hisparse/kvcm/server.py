@@ -337,9 +337,7 @@ async def _repeat(work: Callable[[State], Awaitable[None]], state: State) -> Non
 def _has(state: State, storage: Any, config: Any) -> bool:
     """Whether a restored state has this configuration."""
     known, group = state.storages.get(storage.global_unique_name), state.groups.get(config.name)
-    if known is None or group is None:
-        return False
-    return bool(known.config == storage and group.config == config)
+    return bool(known and group and known.config == storage and group.config == config)
 
 
 async def serve(
@@ -356,12 +354,27 @@ async def serve(
     Raises:
         ConfigError: the store cannot be opened, or a port is taken.
     """
-    gc.disable()
-    state = restore(open_store(place))
-    # Millions of blocks in no cycle: a full collection would take a second.
-    gc.freeze()
+    with _few_collections():
+        state = restore(open_store(place))
+        gc.freeze()
+        await _serve(state, startup, ports, on_start)
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """Millions of blocks in no cycle: a full collection would take a second."""
+    thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 50, 1000)
-    gc.enable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+
+
+async def _serve(
+    state: State, startup: tuple[Any, Any], ports: Ports, on_start: Callable[[Ports], None]
+) -> None:
     server = Server(state, ports)
     try:
         if not state.storages and not state.groups:
@@ -371,11 +384,8 @@ async def serve(
             await state.writer.write({found.number: found.record(), group.number: group.record()})
             state.storages[found.name], state.groups[config.name] = found, group
         elif not _has(state, *startup):
-            print(
-                "kvcm: the store has other storages or groups than the command line says, and they "
-                "count; updateStorage and updateInstanceGroup change them",
-                file=sys.stderr,
-            )
+            text = "the store has other storages or groups than the command line says; they count"
+            print(f"kvcm: {text}", file=sys.stderr)
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
