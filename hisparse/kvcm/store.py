@@ -195,11 +195,12 @@ class RedisStore:
 
 
 def _is_dead(owner: str) -> bool:
-    """Whether an owner was a process of this host that is gone, or this process itself."""
+    """Whether an owner was a process of this host that is gone.
+
+    One with this process's number may live in another container: its lease tells.
+    """
     host, pid, _ = owner.rsplit(":", 2)
-    if host != socket.gethostname():
-        return False
-    return int(pid) == os.getpid() or not psutil.pid_exists(int(pid))
+    return host == socket.gethostname() and not psutil.pid_exists(int(pid))
 
 
 def open_store(place: str) -> Store:
