@@ -60,7 +60,11 @@ def configurator(model: torch.nn.Module, config: HiSparseConfig, host_memory: An
         spec_aux_config=SpecAuxHiddenStateConfig(),
         model=model,
         kv_cache_dtype=torch.bfloat16,
-        model_config=SimpleNamespace(context_len=32768),
+        model_config=SimpleNamespace(
+            context_len=32768,
+            hf_config=SimpleNamespace(architectures=[]),
+            hf_text_config=SimpleNamespace(),
+        ),
         device="cuda",
     )
 
