@@ -370,10 +370,19 @@ def restore(store: Store) -> State:
             state.last_number = max(state.last_number, *(x.number for x in session.blocks), 0)
             blocks += session.blocks
     # Of blocks that were written together, the last of a prefix is the first to go.
+    lost: dict[int, bytes | None] = {}
     for block in sorted(blocks, key=lambda x: (x.time, -x.number)):
+        # If the store failed, the record of a deleted block is there; its key may have a new one.
+        other = block.instance.blocks.get(block.file.storage, {}).get(block.key)
+        if other is not None:
+            lost[min(block.number, other.number)] = None
+            if other.number > block.number:
+                continue
+            state.drop(other)
         state.add(block)
-    gone = sorted((x for x in blocks if x.status == DELETING), key=lambda x: x.time)
+    left = (x for x in blocks if x.status == DELETING and x.number not in lost)
+    gone = sorted(left, key=lambda x: x.time)
     for due, each in groupby(gone, key=lambda x: x.time):
         state.leave(list(each), due)
-    store.write({x.number: None for x in instances if x.removed and not x.num_keys})
+    store.write(lost | {x.number: None for x in instances if x.removed and not x.num_keys})
     return state

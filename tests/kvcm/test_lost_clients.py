@@ -151,6 +151,36 @@ def test_a_store_that_failed_may_have_the_change(tmp_path: Path) -> None:
     _run(tmp_path, test)
 
 
+def test_a_record_that_could_not_be_deleted_counts_no_more(tmp_path: Path) -> None:
+    async def test(manager: _Manager) -> None:
+        keys = {"instance_id": "i", "block_keys": [1], "write_timeout_seconds": 30}
+        done = {"instance_id": "i", "success_blocks": {"offset": 1}}
+
+        async def write() -> None:
+            begun = await manager.call("startWriteCache", **keys)
+            answer = await manager.call(
+                "finishWriteCache", **done, write_session_id=begun.write_session_id
+            )
+            assert answer.header.status.code == 1
+
+        await manager.call("registerInstance", **instance())
+        await write()
+        await manager.call("removeCache", instance_id="i", block_keys=[1])
+        before = dict(manager.store.records)
+        await asyncio.sleep(1.1)
+        await delete_due(manager.state)
+        manager.store.records |= before  # As if that write had failed.
+        await write()
+        number = sum(value[:1] == b"B" for value in manager.store.records.values())
+        assert number == 2
+        assert manager.codes() == {1: 3}
+        group, again = (x.groups["default"] for x in (manager.state, manager.restored()))
+        assert again.used == group.used
+        assert sum(value[:1] == b"B" for value in manager.store.records.values()) == 1
+
+    _run(tmp_path, test)
+
+
 def test_no_write_begins_while_a_storage_moves(tmp_path: Path) -> None:
     """Its location would have the old root, and after a restart the new one."""
 
