@@ -373,7 +373,8 @@ def restore(store: Store) -> State:
     lost: dict[int, bytes | None] = {}
     for block in sorted(blocks, key=lambda x: (x.time, -x.number)):
         # If the store failed, the record of a deleted block is there; its key may have a new one.
-        other = block.instance.blocks.get(block.file.storage, {}).get(block.key)
+        there = block.instance.blocks.get(block.file.storage)
+        other = there.get(block.key) if there else None
         if other is not None:
             lost[min(block.number, other.number)] = None
             if other.number > block.number:
