@@ -47,10 +47,10 @@ _LOG: Final = logging.getLogger(__name__)
 #: Bytes of a request. Its lists have limits of their own.
 MAX_BODY: Final = 32 << 20
 #: Bytes of a JSON body that is read, or blocks of a response that is written, in a thread.
-_LARGE_BODY: Final = 1 << 16
-_LARGE_RESPONSE: Final = 256
+_LARGE_BODY, _LARGE_RESPONSE = 1 << 16, 256
 #: Seconds between two looks for work in the background.
 _PERIOD_S: Final = 0.05
+_ANY_NODE: Final = {"CheckHealth", "GetMetrics"}  # Methods that ask no store.
 #: Codes that AdminService has; others are INTERNAL_ERROR there, as clients expect.
 _ADMIN_CODES: Final = {"OK", "UNSUPPORTED", "INVALID_ARGUMENT", "SERVER_NOT_LEADER"}
 
@@ -118,6 +118,8 @@ class Dispatcher:
         response = method.response()
         code, message = "OK", ""
         try:
+            if (lost := self._state.writer.lost) and method.name not in _ANY_NODE:
+                raise ServiceError("SERVER_NOT_LEADER", lost)
             if function is None:
                 raise ServiceError("UNSUPPORTED", f"{method.name}: expected a method that is built")
             await function(request, response)

@@ -29,7 +29,13 @@ _REDIS_TIMEOUT_S: Final = 5.0
 #: Who writes to Redis, and for how long after its last word nobody else may.
 _REDIS_OWNER: Final = "hisparse:kvcm:owner"
 _LEASE_S: Final = 6.0
+#: How many owners there were: none came in between if it is the same.
+_REDIS_EPOCH: Final = "hisparse:kvcm:epoch"
 _RENEW_S: Final = 2.0
+
+
+class LostStoreError(OSError):
+    """Another manager has the store now."""
 
 
 class Store(Protocol):
@@ -136,6 +142,7 @@ class RedisStore:
                 url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
             )
             self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
+            self._epoch = 0
             owner = self._acquire()
         except (redis.RedisError, ValueError, OSError) as error:
             text = "store: expected redis://[:password@]host:port[/db] of a running server"
@@ -151,7 +158,9 @@ class RedisStore:
             owner = self._redis.get(_REDIS_OWNER)
             if owner is None or _is_dead(owner.decode()):
                 with contextlib.suppress(OSError):
-                    self._write({}, owner)
+                    epoch = int(self._redis.get(_REDIS_EPOCH) or 0)
+                    self._write({}, owner, epoch, epoch + 1)
+                    self._epoch = epoch + 1
                     return None
             elif time.monotonic() > end:
                 return str(owner.decode())
@@ -162,19 +171,22 @@ class RedisStore:
             yield int(number), value
 
     def write(self, changes: Changes) -> None:
-        self._write(changes, self._name.encode())
+        self._write(changes, self._name.encode(), self._epoch, self._epoch)
 
-    def _write(self, changes: Changes, owner: bytes | None) -> None:
-        """Write if the owner is still this one or gone, and be it from then on."""
+    def _write(self, changes: Changes, owner: bytes | None, epoch: int, new_epoch: int) -> None:
+        """Write if the owner is still this one or gone, and none came since; be it from then on."""
         import redis
 
         kept = {number: value for number, value in changes.items() if value is not None}
         gone = [number for number, value in changes.items() if value is None]
         with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.watch(_REDIS_OWNER)
-            if (found := pipeline.get(_REDIS_OWNER)) not in (None, owner):
-                raise OSError(f"the manager {found.decode()} has this store now")
+            pipeline.watch(_REDIS_OWNER, _REDIS_EPOCH)
+            found, others = pipeline.get(_REDIS_OWNER), pipeline.get(_REDIS_EPOCH)
+            if found not in (None, owner) or int(others or 0) != epoch:
+                name = "another" if found in (None, owner) else found.decode()
+                raise LostStoreError(f"the manager {name} has this store now")
             pipeline.multi()
+            pipeline.set(_REDIS_EPOCH, new_epoch)
             pipeline.set(_REDIS_OWNER, self._name, px=int(_LEASE_S * 1000))
             if kept:
                 pipeline.hset(_REDIS_KEY, mapping=kept)
@@ -183,7 +195,7 @@ class RedisStore:
             try:
                 pipeline.execute()
             except redis.WatchError:
-                raise OSError("another manager has this store now") from None
+                raise LostStoreError("another manager has this store now") from None
 
     def renew(self) -> None:
         self.write({})
@@ -223,9 +235,13 @@ class Writer:
 
     Args:
         store: used by this thread from now on.
+
+    Attributes:
+        lost: who has the store now; empty: this process.
     """
 
     def __init__(self, store: Store) -> None:
+        self.lost = ""
         self._store = store
         self._waiting: queue.SimpleQueue[tuple[Changes, asyncio.Future[None]] | None] = (
             queue.SimpleQueue()
@@ -264,10 +280,12 @@ class Writer:
             changes: dict[int, bytes | None] = {}
             for each, _ in asked:
                 changes.update(each)
-            error = None
+            error: OSError | None = None
             try:
                 if changes:
                     self._store.write(changes)
+            except LostStoreError as raised:
+                error, self.lost = raised, str(raised)
             except Exception as raised:  # Redis and SQLite have exceptions of their own.
                 error = OSError(f"the store failed: {one_line(raised)}")
             for _, future in asked:
@@ -276,6 +294,8 @@ class Writer:
     def _renew(self) -> None:
         try:
             self._store.renew()
+        except LostStoreError as error:
+            self.lost = str(error)
         except Exception as error:  # The next write says so to its client.
             _LOG.error("store: %s", one_line(error))
 

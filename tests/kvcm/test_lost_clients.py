@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from google.protobuf import json_format
 
 from hisparse.errors import ConfigError
@@ -248,3 +249,23 @@ def test_one_manager_writes_to_a_redis(
         store.write({1: None})
     assert manager.http.match([1])
     store.close()
+
+
+def test_who_comes_and_goes_takes_the_store_too(
+    managers: Callable[..., Manager], redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manager that was not heard of for too long answers no more from what it remembers."""
+    manager = managers(store=redis_url)
+    manager.http.register()
+    assert manager.http.put([1])
+    redis.Redis.from_url(redis_url).delete("hisparse:kvcm:owner")  # As if its lease were over.
+    open_store(redis_url).close()
+    asked = {"instance_id": "i", "query_type": "QT_PREFIX_MATCH", "block_keys": [1]}
+
+    def code() -> str:
+        return str(
+            manager.http.respond("meta", "getCacheLocation", asked)["header"]["status"]["code"]
+        )
+
+    wait_until(lambda: code() == "SERVER_NOT_LEADER")
+    assert manager.http.admin("checkHealth")
