@@ -15,7 +15,7 @@ from hisparse.kvcm.blocks import end_session
 from hisparse.kvcm.state import SERVING, WRITING, Block, File, Group, Instance, Session, State
 from hisparse.kvcm.storages import Storage
 from hisparse.kvcm.token_hash import block_keys
-from hisparse.kvcm.wire import ADMIN, META, ServiceError
+from hisparse.kvcm.wire import PROTO, ServiceError
 
 MAX_KEYS: Final = 1 << 15
 MAX_TOKENS: Final = 1 << 20
@@ -27,10 +27,10 @@ _MAX_SESSION_S: Final = 86_400.0
 _MAX_LOCATIONS: Final = 1 << 20
 _ID: Final = string.ascii_lowercase + string.digits
 #: How often a storage of each type is chosen, of several that have a block; others: 3.
-_WEIGHTS: Final = {META.StorageType["ST_NFS"]: 5}
+_WEIGHTS: Final = {PROTO.StorageType["ST_NFS"]: 5}
 #: The type that a strategy asks for, and whether it may be another.
 _STRATEGIES: Final = {
-    ADMIN.CachePreferStrategy[f"CPS_{word}_{name}"]: (META.StorageType[f"ST_{of}"], may_differ)
+    PROTO.CachePreferStrategy[f"CPS_{word}_{name}"]: (PROTO.StorageType[f"ST_{of}"], may_differ)
     for word, may_differ in (("ALWAYS", False), ("PREFER", True))
     for name, of in (
         ("3FS", "3FS"), ("MOONCAKE", "MOONCAKE"), ("TAIR_MEMPOOL", "TAIRMEMPOOL"),

@@ -10,7 +10,7 @@ from hisparse.errors import quoted
 from hisparse.kvcm.blocks import AT_ONCE, end_session, trim
 from hisparse.kvcm.state import Group, Instance, State
 from hisparse.kvcm.storages import Storage, check_part
-from hisparse.kvcm.wire import ADMIN, ServiceError
+from hisparse.kvcm.wire import PROTO, ServiceError
 
 
 def invalid(message: str) -> ServiceError:
@@ -251,12 +251,12 @@ def instance_info(request: Any) -> Any:
         request, "instance_group", "instance_id", "model_deployment.model_name",
         "model_deployment.dtype", "location_spec_infos",
     )  # fmt: skip
-    info = ADMIN.InstanceInfo(
+    info = PROTO.InstanceInfo(
         instance_group_name=request.instance_group,
         instance_id=request.instance_id,
         block_size=request.block_size,
     )
-    info.model_deployment.MergeFromString(request.model_deployment.SerializeToString())
+    info.model_deployment.CopyFrom(request.model_deployment)
     for field in ("location_spec_infos", "location_spec_groups"):
         if (count := len(getattr(request, field))) > _MAX_SPECS:
             raise invalid(f"{field}: got {count}, expected at most {_MAX_SPECS}")
@@ -282,7 +282,7 @@ def instance_info(request: Any) -> Any:
 
 def _check_same(known: Any, new: Any) -> None:
     def compared(info: Any) -> Any:
-        copy = ADMIN.InstanceInfo()
+        copy = PROTO.InstanceInfo()
         copy.CopyFrom(info)
         copy.model_deployment.ClearField("user_data")
         copy.ClearField("instance_group_name")  # Upstream does not compare it either.

@@ -35,8 +35,7 @@ from hisparse.kvcm.state import Group, State, restore
 from hisparse.kvcm.storages import Storage
 from hisparse.kvcm.store import open_store
 from hisparse.kvcm.wire import (
-    ADMIN_METHODS,
-    META_METHODS,
+    METHODS,
     Method,
     ServiceError,
     read_json,
@@ -137,6 +136,8 @@ class Dispatcher:
         status = response.header.status
         status.code = status.DESCRIPTOR.fields_by_name["code"].enum_type.values_by_name[code].number
         status.message = message
+        if method.service == "meta":
+            response.header.tracer_result = ""
         response.header.request_id = f"{request.trace_id}_{time.time_ns() // 1000}"
         self._count(method.name, code, (time.perf_counter() - begin) * 1e6)
         return response
@@ -253,7 +254,7 @@ class Server:
         self._dispatcher = dispatcher = Dispatcher(state)
         self._calls = {
             service: [(method, dispatcher.bind(method)) for method in methods]
-            for service, methods in (("meta", META_METHODS), ("admin", ADMIN_METHODS))
+            for service, methods in METHODS.items()
         }
 
     async def start(self) -> Ports:

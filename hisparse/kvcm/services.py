@@ -17,10 +17,10 @@ from hisparse.kvcm.metrics import metrics
 from hisparse.kvcm.registry import Registry, invalid, require
 from hisparse.kvcm.state import STATUS_NAMES, Block, Instance, State
 from hisparse.kvcm.storages import describe
-from hisparse.kvcm.wire import META, ServiceError
+from hisparse.kvcm.wire import PROTO, ServiceError
 
-_QUERY = META.QueryType
-_TRIM = META.TrimStrategy
+_QUERY = PROTO.QueryType
+_TRIM = PROTO.TrimStrategy
 _LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}
 
 
@@ -38,7 +38,7 @@ def _add_locations(
             parts = [x for x in instance.parts[block.parts] if x in wanted]
             location = block.location(parts)
         else:
-            location = META.CacheLocation.FromString(instance.missing)
+            location = PROTO.CacheLocation.FromString(instance.missing)
             kept = [x for x in location.location_specs if x.name in wanted]
             del location.location_specs[:]
             location.location_specs.extend(kept)
@@ -64,7 +64,7 @@ class _Common:
     async def get_instance_info(self, request: Any, response: Any) -> None:
         require(request, "instance_id")
         instance = self._registry.instance(request.instance_id)
-        response.instance_info.MergeFromString(instance.info.SerializeToString())
+        response.instance_info.CopyFrom(instance.info)
 
     async def get_cache_meta(self, request: Any, response: Any) -> None:
         instance = self._registry.instance(request.instance_id)

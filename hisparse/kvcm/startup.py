@@ -10,14 +10,14 @@ from google.protobuf.json_format import Error, ParseDict
 
 from hisparse.errors import ConfigError, one_line
 from hisparse.kvcm.storages import TYPES
-from hisparse.kvcm.wire import ADMIN, META
+from hisparse.kvcm.wire import PROTO
 
 #: The types of start-up files to those of the protocol; those that quotas may name too.
 _FIELDS = {scheme: field for field, (scheme, _) in TYPES.items()}
 _NUMBERS = {scheme: number for scheme, number in TYPES.values()} | {
-    "vcns_hf3fs": META.StorageType["ST_VCNS_3FS"],
-    "mooncake": META.StorageType["ST_MOONCAKE"],
-    "pace": META.StorageType["ST_TAIRMEMPOOL"],
+    "vcns_hf3fs": PROTO.StorageType["ST_VCNS_3FS"],
+    "mooncake": PROTO.StorageType["ST_MOONCAKE"],
+    "pace": PROTO.StorageType["ST_TAIRMEMPOOL"],
 }
 
 
@@ -85,4 +85,4 @@ def _read(found: Any) -> tuple[Any, Any]:
     cache["data_storage_strategy"] = cache.pop("cache_prefer_strategy", 0)
     for quota in group["quota"].get("quota_config", ()):
         quota["storage_type"] = _NUMBERS[quota["storage_type"]]
-    return ParseDict(storage, ADMIN.StorageConfig()), ParseDict(group, ADMIN.InstanceGroup())
+    return ParseDict(storage, PROTO.StorageConfig()), ParseDict(group, PROTO.InstanceGroup())

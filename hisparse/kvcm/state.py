@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from hisparse.kvcm.storages import Storage
 from hisparse.kvcm.store import Store, Writer
-from hisparse.kvcm.wire import ADMIN, META
+from hisparse.kvcm.wire import PROTO
 
 #: States of a block. A new block is writable until its session ends; a deleted one waits for
 #: readers that found it before.
@@ -113,7 +113,7 @@ class Block:
         """Its ``CacheLocation`` with some of its parts."""
         instance, file = self.instance, self.file
         parts = instance.parts[self.parts]
-        location = META.CacheLocation(type=file.storage.type, spec_size=len(parts))
+        location = PROTO.CacheLocation(type=file.storage.type, spec_size=len(parts))
         for name in names:
             size = instance.spec_sizes[name]
             uri = file.storage.uri(instance.id, name, file.name, self.place, size)
@@ -145,7 +145,7 @@ class Instance:
         self.sizes = [sum(self.spec_sizes[name] for name in names) for names in self.parts]
         #: Blocks by key, of each storage; those of the longest unused first.
         self.blocks: dict[Storage, OrderedDict[int, Block]] = {}
-        missing = META.CacheLocation(spec_size=len(self.spec_sizes))
+        missing = PROTO.CacheLocation(spec_size=len(self.spec_sizes))
         for name in self.spec_sizes:
             missing.location_specs.add(name=name)
         self.num_bytes = 0  #: of all blocks
@@ -350,15 +350,15 @@ def restore(store: Store) -> State:
         records[value[0]].append((number, value))
         state.last_number = max(state.last_number, number)
     for number, value in records[b"S"[0]]:
-        storage = Storage(number, ADMIN.StorageConfig.FromString(value[2:]), bool(value[1]))
+        storage = Storage(number, PROTO.StorageConfig.FromString(value[2:]), bool(value[1]))
         state.storages[storage.name] = storage
     for number, value in records[b"G"[0]]:
-        group = Group(number, ADMIN.InstanceGroup.FromString(value[1:]))
+        group = Group(number, PROTO.InstanceGroup.FromString(value[1:]))
         state.groups[group.config.name] = group
     instances = []
     for number, value in records[b"I"[0]]:
-        info = ADMIN.InstanceInfo.FromString(value[2:])
-        group = state.groups.get(info.instance_group_name) or Group(0, ADMIN.InstanceGroup())
+        info = PROTO.InstanceInfo.FromString(value[2:])
+        group = state.groups.get(info.instance_group_name) or Group(0, PROTO.InstanceGroup())
         instances.append(Instance(number, info, group, removed=bool(value[1])))
     state.instances = {x.id: x for x in instances if not x.removed}
     reader = _Reader(state, instances)

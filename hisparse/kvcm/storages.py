@@ -16,13 +16,13 @@ from typing import Any, Final
 from google.protobuf.json_format import MessageToDict
 
 from hisparse.errors import quoted
-from hisparse.kvcm.wire import META, ServiceError
+from hisparse.kvcm.wire import PROTO, ServiceError
 
 #: Field of a StorageConfig to the type in URIs and start-up files, and to its number. The others
 #: have no files.
 TYPES: Final = {
-    "nfs": ("file", META.StorageType["ST_NFS"]),
-    "threefs": ("hf3fs", META.StorageType["ST_3FS"]),
+    "nfs": ("file", PROTO.StorageType["ST_NFS"]),
+    "threefs": ("hf3fs", PROTO.StorageType["ST_3FS"]),
 }
 MAX_BLOCKS_PER_FILE: Final = 4096
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)

@@ -1,7 +1,7 @@
-"""The messages of both services and their JSON form.
+"""The messages of all services and their JSON form.
 
-The ``.proto`` files are compiled when this module is imported, in some milliseconds: no generated
-code has to match the installed protobuf.
+``kvcm.proto`` is compiled when this module is imported, in some milliseconds: no generated code has
+to match the installed protobuf.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Method:
     """One method of a service.
 
     Attributes:
-        service: ``"meta"`` or ``"admin"``.
+        service: ``"meta"``, ``"admin"`` or ``"debug"``.
         name: such as ``"StartWriteCache"``.
         request: class of its request.
         response: class of its response.
@@ -65,38 +65,32 @@ class Method:
         return f"/api/{self.name[0].lower()}{self.name[1:]}"
 
 
-def _compile() -> DescriptorPool:
+def _load() -> tuple[SimpleNamespace, dict[str, tuple[Method, ...]]]:
+    """Message classes and enums (name to number), and the methods of each service."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "descriptors")
-        sources = [f"{name}.proto" for name in ("meta", "admin")]
-        if protoc.main(["", f"-I{_FOLDER}", f"--descriptor_set_out={out}", *sources]):
+        if protoc.main(["", f"-I{_FOLDER}", f"--descriptor_set_out={out}", "kvcm.proto"]):
             raise RuntimeError("protoc failed; its message is above")
-        files = FileDescriptorSet.FromString(out.read_bytes()).file
+        (description,) = FileDescriptorSet.FromString(out.read_bytes()).file
     pool = DescriptorPool()  # Upstream's modules may be loaded too: theirs is the default pool.
-    for file in files:
-        pool.Add(file)
-    return pool
-
-
-def _load(name: str, pool: DescriptorPool) -> tuple[SimpleNamespace, tuple[Method, ...]]:
-    """Message classes and enums (name to number) of a package, and the methods of its service."""
-    file = pool.FindFileByName(f"{name}.proto")
+    pool.Add(description)
+    file = pool.FindFileByName("kvcm.proto")
     found: dict[str, Any] = {
         key: GetMessageClass(message) for key, message in file.message_types_by_name.items()
     }
     for key, enum in file.enum_types_by_name.items():
         found[key] = {value.name: value.number for value in enum.values}
-    (service,) = file.services_by_name.values()
-    methods = tuple(
-        Method(name, x.name, found[x.input_type.name], found[x.output_type.name])
-        for x in service.methods
-    )
+    methods = {}
+    for key, service in file.services_by_name.items():
+        name = key.removesuffix("Service").lower()
+        methods[name] = tuple(
+            Method(name, x.name, found[x.input_type.name], found[x.output_type.name])
+            for x in service.methods
+        )
     return SimpleNamespace(**found), methods
 
 
-_POOL = _compile()
-META, META_METHODS = _load("meta", _POOL)
-ADMIN, ADMIN_METHODS = _load("admin", _POOL)
+PROTO, METHODS = _load()
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ import grpc
 import requests
 from google.protobuf import json_format
 
-from hisparse.kvcm.wire import ADMIN_METHODS, META_METHODS
+from hisparse.kvcm import wire
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 30.0
-METHODS = {(x.service, x.http_path.removeprefix("/api/")): x for x in META_METHODS + ADMIN_METHODS}
+METHODS = {(x.service, x.http_path.removeprefix("/api/")): x for x in chain(*wire.METHODS.values())}
 
 #: Imports the server once and forks a manager for each line, before gRPC has any threads.
 _FORKER = """

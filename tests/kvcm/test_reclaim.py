@@ -18,7 +18,7 @@ from hisparse.kvcm.startup import default_startup
 from hisparse.kvcm.state import Group, restore
 from hisparse.kvcm.storages import Storage
 from hisparse.kvcm.store import NoStore
-from hisparse.kvcm.wire import META
+from hisparse.kvcm.wire import PROTO
 from tests.kvcm.manager import (
     Client,
     Manager,
@@ -186,7 +186,7 @@ def test_what_a_slow_writer_leaves_is_deleted(
         storage, config = default_startup(tmp_path, 1 << 20)
         state.storages["nfs_01"] = Storage(1, storage, True)
         state.groups["default"] = Group(2, config)
-        request = json_format.ParseDict(instance(), META.RegisterInstanceRequest())
+        request = json_format.ParseDict(instance(), PROTO.RegisterInstanceRequest())
         engine = await Registry(state).register(request)
         session, _ = cache.start_write(state, engine, [1], [], 0)
         await blocks.begin_session(state, session)

@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from hisparse.kvcm.server import MAX_BODY
-from hisparse.kvcm.wire import META
+from hisparse.kvcm.wire import PROTO
 from tests.kvcm.manager import METHODS, Client, Manager, instance
 
 
@@ -122,12 +122,12 @@ def test_storages_are_told_as_json_in_a_text(ready: Manager) -> None:
 
 def test_the_bytes_of_a_request_are_those_of_the_interface() -> None:
     """Fields 2, 3 and 6 of StartWriteCacheRequest, written by hand."""
-    request = META.StartWriteCacheRequest(
+    request = PROTO.StartWriteCacheRequest(
         instance_id="i", block_keys=[1, 300], write_timeout_seconds=30
     )
     assert request.SerializeToString() == b"\x12\x01i" + b"\x1a\x03\x01\xac\x02" + b"\x30\x1e"
-    location = META.CacheLocation.FromString(b"\x08\x04\x10\x01\x1a\x07\x0a\x02tp\x12\x01u")
-    assert (location.type, location.spec_size) == (META.StorageType["ST_NFS"], 1)
+    location = PROTO.CacheLocation.FromString(b"\x08\x04\x10\x01\x1a\x07\x0a\x02tp\x12\x01u")
+    assert (location.type, location.spec_size) == (PROTO.StorageType["ST_NFS"], 1)
     assert [(x.name, x.uri) for x in location.location_specs] == [("tp", "u")]
 
 
