@@ -52,6 +52,7 @@ _REPLACED: Final = {
     "speculation_threshold": _NO_PREFETCH,
     "overlap": "transfers run in order, for beside compute they brought nothing",
     "numa_node": "a GPU's node holds the pool if it fits; numactl chooses another node",
+    "layer_metrics": "a trace has the hits of each layer",
 }
 #: Page size of a server, tokens, for algorithms that select single tokens.
 _TOKEN_WISE_PAGE_SIZE: Final = 16
@@ -101,7 +102,6 @@ class HiSparseConfig:
             algorithms.
         cuda_graph: capture SGLang's decode steps in CUDA graphs. "auto" captures them on a GPU with
             CUDA kernels, unless ``checked`` is true.
-        layer_metrics: count hits and misses of each layer too: six more small operations a layer.
         storage: keep prefixes in a store below host memory, where a restarted or another server
             finds them. Only in a server. The options are below. None: no store.
         extensions: options by the name of the extension (``tail_estimate``, ``trace``). In JSON
@@ -130,7 +130,6 @@ class HiSparseConfig:
     adapter: str | None = None
     checked: bool = False
     cuda_graph: Literal["auto", True, False] = "auto"
-    layer_metrics: bool = False
     storage: StorageOptions | None = None
     extensions: Mapping[str, Any] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
-from hisparse.cache.counters import COUNTERS, LAYER_COUNTERS, REQUESTS
+from hisparse.cache.counters import COUNTERS, REQUESTS
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.options import StorageOptions, meanings
 from hisparse.registry import Registry
@@ -131,9 +131,8 @@ def _sglang() -> Iterator[str]:
         "With `--enable-metrics`, SGLang's `/metrics` exports the metrics below. Each has the "
         "labels `model_name` and\n`tp_rank`, and `dp_rank` with replicas. Names that end in "
         "`_total` are counters; all others are gauges.\nPages, selections and tokens are counted "
-        "over layers and rows. A key in the second column adds the metric;\n`layer_metrics` also "
-        "adds the label `layer`. `requests_total` has the label\n`choice` "
-        "([how it works](how-it-works.md#what-is-decided-for-a-request))."
+        "over layers and rows. A key in the second column adds the metric.\n`requests_total` "
+        "has the label `choice` ([how it works](how-it-works.md#what-is-decided-for-a-request))."
     )
     yield _table(
         ("metric", "with", "meaning"),
@@ -149,8 +148,6 @@ def _metrics() -> Iterator[tuple[str, str, str]]:
     for extension, cls in _built_in(EXTENSIONS):
         for name, text in cls.counters.items():
             yield f"{name}_total", f"`{extension}`", text
-    for name, text in LAYER_COUNTERS.items():
-        yield f"{name}_total", "`layer_metrics`", text
     for name, text in _dictionaries("features/storage/calls")["COUNTERS"].items():
         yield f"{name}_total", "`storage`", text
     for name, text in _dictionaries("metrics")["GAUGES"].items():

@@ -115,6 +115,7 @@ def test_alias() -> None:
         pytest.param({"checked": None}, ["got None", "true or false"], id="no-bool"),
         pytest.param({"checked": "yes"}, ["got 'yes' (str), expected true or false"], id="word"),
         pytest.param({"numa_node": 0}, ["numa_node", "numactl"], id="numa"),
+        pytest.param({"layer_metrics": True}, ["layer_metrics", "trace"], id="layers"),
         pytest.param({"extensions": {}}, ["unknown config key 'extensions'"], id="no-such-key"),
         pytest.param({"host_memory": "64 gallons"}, ["'64 gallons'", "'64GiB'", "TiB"], id="unit"),
         pytest.param({"host_memory": "64"}, ["'64'", "units:"], id="no-unit"),

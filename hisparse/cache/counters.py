@@ -39,21 +39,15 @@ COUNTERS = {
 #: ``hisparse:requests_total``, which :data:`REQUESTS` describes.
 CHOICES = ("resident", "streamed", "sparse", "reused")
 REQUESTS = "Requests by what was decided for them, each choice once a request"
-#: With ``layer_metrics``: the two numbers of each entry of :attr:`CacheStats.layers`.
-LAYER_COUNTERS = {
-    "layer_hit_pages": "Pages of a layer that were found on the device",
-    "layer_miss_pages": "Pages of a layer that were loaded from host memory",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheStats:
-    """Totals since the start: those of :data:`COUNTERS`, and three more.
+    """Totals since the start: those of :data:`COUNTERS`, and two more.
 
     Attributes:
         extensions: totals of the extensions' own counters, by name.
         choices: requests by :data:`CHOICES`.
-        layers: ``hit_pages`` and ``miss_pages`` of each layer; empty without ``layer_metrics``.
     """
 
     hit_pages: int
@@ -69,7 +63,6 @@ class CacheStats:
     written_bytes: int
     extensions: Mapping[str, int]
     choices: Mapping[str, int]
-    layers: tuple[tuple[int, int], ...] = ()
 
     @property
     def hit_ratio(self) -> float:
@@ -84,13 +77,12 @@ class Counters:
     Args:
         device: where tensors are summed.
         names: further counters on the device, those of the extensions.
-        layers: L, if selected pages are counted for each layer too; 0: they are not.
 
     Attributes:
         selected: ``[3] int64`` on the device: hits, misses and malformed selections.
     """
 
-    def __init__(self, device: torch.device, names: Iterable[str] = (), *, layers: int = 0) -> None:
+    def __init__(self, device: torch.device, names: Iterable[str] = ()) -> None:
         self._names = (*_ON_DEVICE, *names)
         self._totals = torch.zeros(len(self._names), dtype=torch.int64, device=device)
         self.selected = self._totals[:3]
@@ -98,20 +90,10 @@ class Counters:
         self._published = torch.zeros(len(self._names), dtype=torch.int64, pin_memory=pin)
         self._waiting: dict[str, list[Tensor]] = {name: [] for name in self._names}
         self._on_host: Counter[str] = Counter()
-        #: Hits and misses of each layer.
-        self._layers = torch.zeros(layers, 2, dtype=torch.int64, device=device)
-        self._published_layers = torch.zeros(layers, 2, dtype=torch.int64, pin_memory=pin)
 
     def count(self, name: str, values: Tensor) -> None:
         """Add numbers or bools ``[...]``, negative ones as 0; :meth:`publish` sums them."""
         self._waiting[name].append(values.flatten())
-
-    def count_layer(self, layer_id: int, hits: Tensor, misses: Tensor) -> None:
-        """Add a layer's selected pages, ``[R] int32`` each: those on the device, and not."""
-        if self._published_layers.shape[0]:
-            for total, pages in zip(self._layers[layer_id], (hits, misses), strict=True):
-                # A row that diff_tables refused has -1 misses.
-                total.add_(pages.clamp(min=0).sum())
 
     def total(self, name: str) -> Tensor:
         """``[1] int64`` on the device: the sum itself, for kernels that add to it."""
@@ -130,8 +112,6 @@ class Counters:
                 self.total(name).add_(torch.cat(waiting).clamp(min=0).sum())
                 waiting.clear()
         self._published.copy_(self._totals, non_blocking=True)
-        if len(self._layers):
-            self._published_layers.copy_(self._layers, non_blocking=True)
 
     def totals(self) -> Counter[str]:
         """Totals by name, as of the last :meth:`publish` that the device has finished."""
@@ -157,5 +137,4 @@ class Counters:
             written_bytes=totals["written_bytes"],
             extensions={name: totals[name] for name in self._names[len(_ON_DEVICE) :]},
             choices={name: totals[name] for name in CHOICES},
-            layers=tuple((hits, misses) for hits, misses in self._published_layers.tolist()),
         )

@@ -75,7 +75,6 @@ class SwapIn:
         tables = self.diff(layer_id, step, selection, width, tail_below, waits)
         if waits:
             self._gather(layer_id, tables, self._host.stored(layer_id))
-        self._counters.count_layer(layer_id, tables.num_hits, tables.num_misses)
         if tables.away is not None:
             self._counters.count("away_pages", tables.away)
         if self._checked:

@@ -41,10 +41,7 @@ _LATENCIES = ("time_to_first_token", "request_time_per_output_token", "e2e_reque
 _PARTS = tuple(f"host_{x}" for x in ("kv", "representation"))
 _PARTS += tuple(f"device_{x}" for x in ("kv", "representation", "table"))
 #: Fields of :func:`view` with a line for each of their values.
-_GROUPS = (
-    *("requests", "hit_ratio", "hit_ratio_by_layer"),
-    *("per_second", "latency_s", "bytes", "faults"),
-)
+_GROUPS = ("requests", "hit_ratio", "per_second", "latency_s", "bytes", "faults")
 
 
 def add_parser(commands: Any) -> None:
@@ -106,7 +103,7 @@ def _table(found: dict[str, Any]) -> Table:
 
 
 def _format(group: str, name: str, value: float) -> str:
-    if group.startswith("hit_ratio"):
+    if group == "hit_ratio":
         return f"{value:.1%}"
     if group == "latency_s":
         return f"{1000 * value:,.1f} ms"
@@ -127,10 +124,9 @@ class Reading:
     time_s: float
     samples: Mapping[str, list[tuple[Mapping[str, str], float]]]
 
-    def total(self, name: str, **wanted: str) -> float | None:
-        """The sum over all sets of labels with these; None: the server has no such metric."""
-        found = self.samples.get(name, ())
-        values = [value for labels, value in found if wanted.items() <= labels.items()]
+    def total(self, name: str) -> float | None:
+        """The sum over all sets of labels; None: the server has no such metric."""
+        values = [value for _, value in self.samples.get(name, ())]
         return sum(values) if values else None
 
     def largest(self, name: str) -> float | None:
@@ -211,13 +207,7 @@ def view(url: str, now: Reading, before: Reading) -> dict[str, Any]:
         value, earlier = total(name), before.total(name) or 0.0
         return None if value is None or value < earlier else value - earlier
 
-    def layer_ratio(layer: str) -> float | None:
-        pages = (f"hisparse:layer_{kind}_pages_total" for kind in ("hit", "miss"))
-        return _ratio(*(total(name, layer=layer) or 0.0 for name in pages))
-
     pages = ("hisparse:hit_pages_total", "hisparse:miss_pages_total")
-    layers = {str(layer) for (layer,) in now.labels("hisparse:layer_hit_pages_total", "layer")}
-    numbers = sorted((layer for layer in layers if layer.isdecimal()), key=int)
     return {
         "url": url,
         "models": sorted(str(name) for (name,) in now.labels(pages[0], "model_name") if name),
@@ -236,7 +226,6 @@ def view(url: str, now: Reading, before: Reading) -> dict[str, Any]:
             "since_start": _ratio(*map(total, pages)),
             "recent": _ratio(*map(risen, pages)),
         },
-        "hit_ratio_by_layer": {layer: layer_ratio(layer) for layer in numbers},
         "per_second": {name: _over(risen(of), seconds) for name, of in _RATES.items()},
         "latency_s": {
             name: _over(risen(f"sglang:{name}_seconds_sum"), risen(f"sglang:{name}_seconds_count"))

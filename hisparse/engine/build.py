@@ -253,8 +253,7 @@ def build(
     """
     config = resolved.config
     types: dict[str, type[Extension]] = {x: EXTENSIONS.get(x) for x in config.extensions}
-    named, num_layers = [x for cls in types.values() for x in cls.counters], policy.kv.num_layers
-    counters = Counters(device, named, layers=num_layers if config.layer_metrics else 0)
+    counters = Counters(device, [x for cls in types.values() for x in cls.counters])
     policy = replace(policy, invalid_scores=counters.total("invalid_scores"))
     manager = SparseKVCacheManager(
         host, sizes, device, policy.heads, counters, checked=config.checked, aside=aside
@@ -262,7 +261,7 @@ def build(
     kept = kept_tensors(config, algorithm, policy)
     representations = Representations(
         kept,
-        num_layers=num_layers,
+        num_layers=policy.kv.num_layers,
         layers=policy.kv.full_layers,
         host_pages=host.num_pages,
         num_slots=sizes.num_slots,

@@ -94,7 +94,6 @@ class Simulator:
         algorithm: selects pages.
         adapter: attends.
         checked: whether the cache manager verifies every selection and every resident byte.
-        layer_metrics: whether hits and misses of each layer are counted.
         aside: see :class:`SparseKVCacheManager`.
         miss: the setting.
         sinks: ``[L, Hq]``, any float dtype, logits of attention sinks; None: the model has none.
@@ -131,7 +130,6 @@ class Simulator:
     )
     adapter: BackendAdapter = field(default_factory=TorchAdapter)
     checked: bool = True
-    layer_metrics: bool = False
     aside: SideStream | None = None
     miss: Literal["transfer", "host"] = "transfer"
     sinks: Tensor | None = None
@@ -162,7 +160,6 @@ class Simulator:
             reuse_layers=self.reuse_layers,
             miss=self.miss,
             checked=self.checked,
-            layer_metrics=self.layer_metrics,
             extensions=self.extensions,
         )
         self.policy = make_policy(

@@ -85,7 +85,6 @@ def test_rates_are_of_the_time_between_two_readings(serve: Any, command: Command
     assert found["latency_s"]["e2e_request_latency"] is None
     assert found["per_second"]["output_tokens"] is None, "SGLang has counted no token"
     assert found["tokens"]["host"] == {"used": 3000, "total": 40000}
-    assert found["hit_ratio_by_layer"] == {}
 
 
 def test_ranks_add_bytes_and_not_requests(serve: Any, command: Command) -> None:
@@ -117,29 +116,6 @@ def test_an_idle_server_and_one_that_started_again(serve: Any, command: Command)
     again = command.json("top", serve(page(3), page(1)), *QUICK)
     assert again["hit_ratio"] == {"since_start": 180 / 300, "recent": None}
     assert again["per_second"]["decode_read_bytes"] is None
-
-
-def test_layers_are_shown_by_number(command: Command, serve: Any) -> None:
-    lines = [
-        f'hisparse:layer_{kind}_pages_total{{model_name="llama",tp_rank="{rank}",layer="{layer}"}} '
-        f"{layer + 1 if kind == 'hit' else 1}\n"
-        for kind in ("hit", "miss")
-        for layer in (0, 2, 10)
-        for rank in (0, 1)
-    ]
-    url = serve(page(1, 2) + "".join(lines))
-    assert command.json("top", url, *QUICK)["hit_ratio_by_layer"] == {
-        "0": 1 / 2,
-        "2": 3 / 4,
-        "10": 11 / 12,
-    }
-    rows = [line.split() for line in command("top", url, "--once", *QUICK).splitlines()]
-    layers = [row for row in rows if row[:4] == ["hit", "ratio", "by", "layer"]]
-    assert [(row[4], row[-1]) for row in layers] == [
-        ("0", "50.0%"),
-        ("2", "75.0%"),
-        ("10", "91.7%"),
-    ]
 
 
 def test_once_prints_a_table(serve: Any, command: Command) -> None:

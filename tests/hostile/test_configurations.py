@@ -55,7 +55,6 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "adapter": (None, "torch"),
     "checked": (True, False),
     "cuda_graph": ("auto", True, False),
-    "layer_metrics": (True, False),
     "tail_estimate": (True, False, {}),
     "storage": (
         None, {"path": "/x"}, {"path": "/x", "size": "1GiB"}, {"path": "x", "size": 0.5},

@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dipr": {"algorithm": "dipr", "algorithm_config": {"alpha": 0.5}},
     "oracle": {"algorithm": "oracle", "selection_scope": "query_head"},
     "oracle-token-wise": {"algorithm": "oracle", "page_size": 1, "selection_scope": "layer"},
-    "sketch": {"algorithm": "sketch", "tail_estimate": True, "layer_metrics": True},
+    "sketch": {"algorithm": "sketch", "tail_estimate": True},
     # Fewer candidates than the longest contexts have pages.
     "sketch-economy": {"algorithm_config": {"economy": True}},
     "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
@@ -85,15 +85,3 @@ def test_a_shared_prefix_gives_what_each_gives_alone(server: Server) -> None:
 def test_bytes_are_those_of_the_plan(server: Server) -> None:
     config = CASES[server.case] | COMMON
     assert_planned(server, tiny_model("llama"), config, context=CONTEXT, max_requests=4)
-
-
-def test_layers_are_counted_where_that_is_asked_for(server: Server) -> None:
-    server.generate(PROMPTS.prompts[4], 8)
-    metrics = server.metrics()
-    if "layer_metrics" not in CASES[server.case]:
-        assert not [name for name in metrics if name.startswith("hisparse:layer")]
-        return
-    for kind in ("hit", "miss"):
-        counted = metrics[f"hisparse:layer_{kind}_pages"]
-        assert counted == metrics[f"hisparse:{kind}_pages"]
-    assert metrics["hisparse:layer_hit_pages"] > 0

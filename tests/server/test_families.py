@@ -77,7 +77,7 @@ FAMILIES = {
 }
 #: A device buffer below the window is raised.
 _SMALL = CHECKED | {"budget": 80, "device_buffer_size": 80}
-_HYBRID = _SMALL | {"dense_layers": [HYBRID_LAYERS[1]], "layer_metrics": True}
+_HYBRID = _SMALL | {"dense_layers": [HYBRID_LAYERS[1]]}
 WITH_WINDOWS = ("gemma2", "mistral", "phi3", "gemma3", "cohere2", "gpt_oss")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hisparse.cache.counters import CHOICES, COUNTERS, LAYER_COUNTERS, REQUESTS, CacheStats
+from hisparse.cache.counters import CHOICES, COUNTERS, REQUESTS, CacheStats
 from hisparse.sglang import features
 from hisparse.sglang.features.base import Feature, Start
 from hisparse.sglang.metrics import GAUGES, gauge_values
@@ -56,11 +56,6 @@ class _Publisher:
         labels = {"model_name": get_serving().served_model_name, **_rank_labels()}
         names = list(labels)
         by_choice = Counter("hisparse:requests", REQUESTS, [*names, "choice"])
-        by_layer = [
-            (name, Counter(f"hisparse:{name}", text, [*names, "layer"]))
-            for name, text in LAYER_COUNTERS.items()
-            if session.coordinator.stats().layers
-        ]
         #: By name, or by name and the value of a label.
         self._counters: dict[Any, Counter] = {
             name: Counter(f"hisparse:{name}", text, names).labels(**labels)
@@ -68,9 +63,6 @@ class _Publisher:
         }
         for choice in CHOICES:
             self._counters["choice", choice] = by_choice.labels(**labels, choice=choice)
-        for name, counter in by_layer:
-            for layer in session.layer_ids:
-                self._counters[name, layer] = counter.labels(**labels, layer=layer)
         self._published = dict.fromkeys(self._counters, 0)
         self._gauges = {
             name: Gauge(f"hisparse:{name}", text, names, multiprocess_mode="mostrecent").labels(
@@ -84,9 +76,6 @@ class _Publisher:
         session = self._session
         values: dict[Any, int] = {**vars(stats), **stats.extensions}
         values |= {("choice", choice): number for choice, number in stats.choices.items()}
-        # Without ``layer_metrics`` there are none.
-        for layer, pages in zip(session.layer_ids, stats.layers, strict=bool(stats.layers)):
-            values |= {(n, layer): x for n, x in zip(LAYER_COUNTERS, pages, strict=True)}
         for feature in self._features:
             values |= feature.totals(session)
         for name, counter in self._counters.items():

@@ -1,42 +1,15 @@
-"""Hits and misses of each layer, if asked for, and what is decided for each request."""
+"""Sums of counters, and what is decided for each request."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 
 from hisparse.cache.counters import Counters
 from hisparse.testing import Request, Simulator
-from hisparse.testing.operations import Operations
 from hisparse.testing.recording import ReplayingSimulator
-
-LAYERS = 3
-
-
-def play(sim: Simulator) -> list[Request]:
-    requests = [sim.request(1, 160, seed=1), sim.request(2, 160, seed=2)]
-    sim.prefill((requests[0], 120), (requests[1], 90))
-    for _ in range(8):
-        sim.decode(*requests)
-    return requests
-
-
-@pytest.mark.parametrize("kind", [Simulator, ReplayingSimulator])
-def test_layers_add_up_to_the_totals(kind: type[Simulator]) -> None:
-    sim = kind(layers=LAYERS, layer_metrics=True, max_row=64)
-    play(sim)
-    if isinstance(sim, ReplayingSimulator):
-        assert sim.num_replayed > 0
-    stats = sim.coordinator.stats()
-    assert len(stats.layers) == LAYERS
-    assert tuple(map(sum, zip(*stats.layers, strict=True))) == (stats.hit_pages, stats.miss_pages)
-    assert stats.miss_pages > 0
-    # Each layer selects as many pages, and finds others of them on the device.
-    assert len({hits + misses for hits, misses in stats.layers}) == 1
-    assert len(set(stats.layers)) == LAYERS
 
 
 def test_a_refused_row_takes_nothing_from_the_pages_that_were_away() -> None:
@@ -46,25 +19,6 @@ def test_a_refused_row_takes_nothing_from_the_pages_that_were_away() -> None:
     counters.count("capped_selections", torch.tensor([[True, False], [True, True]]))
     counters.publish()
     assert counters.totals() == {"away_pages": 6, "capped_selections": 3}
-
-
-def operations_of_a_step(**settings: Any) -> Counter[str]:
-    sim = Simulator(layers=LAYERS, checked=False, **settings)
-    requests = play(sim)
-    with Operations() as counted:
-        sim.decode(*requests)
-    return Counter(counted.names)
-
-
-def test_a_step_has_no_operation_more_unless_they_are_asked_for() -> None:
-    assert Simulator().coordinator.stats().layers == ()
-    more = operations_of_a_step(layer_metrics=True) - operations_of_a_step()
-    # Of hits and of misses; and one copy to the host for all layers.
-    for name in ("clamp.default", "sum.default", "add_.Tensor"):
-        assert more.pop(f"aten.{name}") == 2 * LAYERS
-    assert more.pop("aten.copy_.default") == 1
-    views = ("aten.select.int", "aten.unbind.int")
-    assert all(name in views for name in more)
 
 
 @pytest.mark.parametrize("kind", [Simulator, ReplayingSimulator])
