@@ -52,7 +52,7 @@ struct AttentionParams {
   }
 };
 
-// Tokens of one split: enough work to be worth waking a thread.
+// About the tokens of one split: enough work to be worth waking a thread.
 constexpr int64_t kSplitTokens = 2048;
 // Pages lie scattered, so the processor does not foresee them: tokens are prefetched this early.
 constexpr int64_t kTokensAhead = 24;
@@ -365,8 +365,10 @@ void paged_attention(Arguments& in) {
   p.heads = row_heads == 1 ? p.stored_heads : 1;
   p.page_size = static_cast<int32_t>(k.size(2));
   p.table_width = static_cast<int32_t>(page_table.size(1));
-  p.pages_per_split = std::max<int64_t>(1, kSplitTokens / p.page_size);
-  p.splits = std::max<int64_t>(1, (p.table_width + p.pages_per_split - 1) / p.pages_per_split);
+  // Equal splits: a budget and its tail page are not one split more than the budget.
+  const int64_t width_tokens = int64_t{p.table_width} * p.page_size;
+  p.splits = std::max<int64_t>(1, (width_tokens + kSplitTokens / 2) / kSplitTokens);
+  p.pages_per_split = (p.table_width + p.splits - 1) / p.splits;
   require_lengths(p);
   const bool in_range =
       with_page_type(k, "kv.k", [&](auto type) { return run<decltype(type)>(p); });

@@ -356,7 +356,7 @@ class DecodeStep:
         ``[B] int64``, 0 for the other requests.
         """
         size = self.policy.kv.page_size
-        if not self.captured and 0 not in (self.seq_lens_cpu % size).tolist():
+        if not self.captured and all(length % size for length in self.seq_lens_cpu.tolist()):
             return None
         full = self.rows.tail_lens == size
         if self.captured:
