@@ -13,8 +13,6 @@
 Every message is one line with the value it got, the value it expected, and the choices.
 """
 
-from __future__ import annotations
-
 import difflib
 import reprlib
 import sys

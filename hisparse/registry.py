@@ -1,7 +1,5 @@
 """A typed table from names to classes that rejects duplicates and lists its entries."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Iterator
 from importlib import import_module

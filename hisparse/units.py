@@ -1,7 +1,5 @@
 """Parses and formats memory sizes; parses times."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from typing import Final

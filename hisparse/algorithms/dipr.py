@@ -1,7 +1,5 @@
 """DIPR: keep all that weighs nearly as much as the best. https://arxiv.org/abs/2504.10326"""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Oracle: the exact page scores, which every other page score approximates; reads all keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Base classes of most algorithms: score pages, keep the best."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

@@ -1,7 +1,5 @@
 """Quest: bound a page's logits by its channel-wise key range. https://arxiv.org/abs/2406.10774"""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal

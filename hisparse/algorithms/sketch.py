@@ -1,7 +1,5 @@
 """Sketch: rank pages by attention estimated from about a tenth of the key bytes. Ours."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """SnapKV: keep pages that the end of the prompt attends. https://arxiv.org/abs/2404.14469"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

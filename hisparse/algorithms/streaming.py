@@ -1,7 +1,5 @@
 """StreamingLLM: attention sinks and a window. https://arxiv.org/abs/2309.17453"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

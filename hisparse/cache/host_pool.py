@@ -1,7 +1,5 @@
 """The pool in host memory that holds the whole KV cache."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

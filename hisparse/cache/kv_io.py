@@ -1,7 +1,5 @@
 """Moves keys, values and scales as they are stored, and reads and writes K and V of tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

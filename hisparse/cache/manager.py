@@ -1,7 +1,5 @@
 """Manages every page: host pool, device pages, and the transfers between them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -6,8 +6,6 @@ other nodes once that one is full. So the processors of the GPU's node touch the
 ``mbind``, that needs no privilege in a container.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Decides how many device pages each running request owns, and applies it between forwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which host pages a store may share: those with K and V that dense attention computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Device memory that host pages stream through, tile by tile."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The ``hisparse`` command: one module for each subcommand."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

@@ -1,7 +1,5 @@
 """``hisparse algorithms``: list the algorithms, their limits and their options."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """``hisparse bench``: measure speed; no time is shown unless a correctness check passed."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import time

@@ -1,7 +1,5 @@
 """``hisparse build``: compile the kernels ahead of time."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import time

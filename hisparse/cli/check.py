@@ -1,7 +1,5 @@
 """``hisparse check``: run the contract suite on an algorithm, registered or not."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """``hisparse doctor``: check this machine and its packages, and say how to fix what fails."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``hisparse kvcm replay``: which capacity the requests of a trace need."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

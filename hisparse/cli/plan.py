@@ -1,7 +1,5 @@
 """``hisparse plan``: how many long requests fit, the command to start, and an estimate of time."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import logging

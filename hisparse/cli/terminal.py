@@ -1,7 +1,5 @@
 """What all commands share: how flags are declared, and how results are printed."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

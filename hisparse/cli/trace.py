@@ -1,7 +1,5 @@
 """``hisparse trace``: record what a model selects, and replay it through other buffers."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run both servers of the demo, one after the other, and measure them; ``make demo`` does."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

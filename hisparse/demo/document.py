@@ -3,8 +3,6 @@
 The text is Herman Melville's, in the public domain (chapters 1, 2 and the beginning of 3).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hisparse.eval.texts import read_text

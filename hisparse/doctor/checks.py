@@ -1,7 +1,5 @@
 """What ``hisparse doctor`` checks: software, hooks, the machine and kernels."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

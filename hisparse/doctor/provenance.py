@@ -1,7 +1,5 @@
 """The origin of a measurement: date, machine, versions and commit."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -4,8 +4,6 @@ The rules read what algorithms, adapters and formats declare; how a step runs fo
 :class:`SelectionPolicy` instead.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

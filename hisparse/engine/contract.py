@@ -1,7 +1,5 @@
 """Calls of algorithms and extensions: an error names the part, the layer, and what was expected."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import prod
 from typing import Any, ParamSpec, TypeVar

@@ -1,7 +1,5 @@
 """Builds what pages lack whose K and V this engine received: from a store, or another server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """Verification of drafts: runs of tokens are decode steps, and rejected tokens are undone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Measures free host memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple

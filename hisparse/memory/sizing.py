@@ -7,8 +7,6 @@ of the host pool, and one request slot beside ``max_requests``. Inputs and inter
 steps count as tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal

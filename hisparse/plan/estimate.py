@@ -6,8 +6,6 @@ one after the other, but for those of full tail pages: only their fork counts, a
 the algorithm reads a model's indexer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 

@@ -5,8 +5,6 @@ blocks and adds up its latencies and the cycles of its units. ``python -m tests.
 writes the file.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

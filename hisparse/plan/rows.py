@@ -1,7 +1,5 @@
 """What ``hisparse plan`` shows: a row for each configuration and context."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from argparse import Namespace

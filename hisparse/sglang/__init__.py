@@ -3,8 +3,6 @@
 No other package of hisparse imports SGLang.
 """
 
-from __future__ import annotations
-
 __all__ = ["activate"]
 
 

@@ -1,7 +1,5 @@
 """SGLang's attention backend: converts forward batches and calls the coordinator."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from http import HTTPStatus

@@ -5,8 +5,6 @@ object: ``hooks`` and ``used`` are counts, ``problems`` is a list of lines. ``hi
 the check in a separate process because the import of SGLang takes seconds and may fail.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Hooks of every server: they set pool sizes and report requests to the engine."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 Imports nothing that takes time: every process of every server does.
 """
 
-from __future__ import annotations
-
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """SGLang's KV pools in host memory. SGLang's KV locations are host slots."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NoReturn
 

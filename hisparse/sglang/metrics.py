@@ -1,7 +1,5 @@
 """Cache statistics: what they are called, and the lines about them in SGLang's log."""
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

@@ -5,8 +5,6 @@ Without hisparse, two hooks are installed, which see the server's arguments. The
 all imports that take time, wait until the arguments ask for hisparse.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

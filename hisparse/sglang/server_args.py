@@ -3,8 +3,6 @@
 Each rejected argument is a ``ConfigError`` of one line.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """State that the hooks, the KV pool and the backend of one scheduler process share."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

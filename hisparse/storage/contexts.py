@@ -8,8 +8,6 @@ to a branch or makes a new one, and refers to the branch and its number of pages
 all earlier pages, so it occurs once in the tree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

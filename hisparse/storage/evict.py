@@ -1,7 +1,5 @@
 """Which pages of a store leave, and when."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

@@ -1,7 +1,5 @@
 """Which models may share pages: the fingerprint of a model, and the namespace of its pages."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -15,8 +15,6 @@ process appends a pair of its own. The first pair corrects the sum after a scan 
 the process that evicts changes it. So nobody locks the file or waits for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

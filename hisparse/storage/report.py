@@ -1,7 +1,5 @@
 """What a store says about itself."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -3,8 +3,6 @@
 Each of them reports everything that it finds, so that one run shows all that has to be fixed.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterator

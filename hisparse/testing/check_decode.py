@@ -6,8 +6,6 @@ cannot be replayed, and bytes of new tensors for the work of an allocator. They 
 of PyTorch and not what compiled kernels do.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Checks of what an algorithm keeps: representations of pages, and state of requests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

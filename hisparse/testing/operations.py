@@ -1,8 +1,6 @@
 """Records the tensor operations of a call, and refuses those that wait for the device."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -66,13 +64,7 @@ class _NoReads(TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         self._where = where
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         read = _READS.get(name)
         if name == "to" and "cpu" in (*args[1:], *(kwargs or {}).values()):
@@ -89,13 +81,7 @@ class _NoWaits(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self._where = where
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reason = _why_it_waits(func, args)
         if reason is not None:
             raise Violation(f"{self._where}: got {func} ({reason}), {_REMEDY}")
@@ -136,13 +122,7 @@ class Operations(TorchDispatchMode):
         self.num_bytes = 0
         self._made: list[ref[Tensor]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage().data_ptr() for x in tensors_in((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         self.names.append(str(func))

@@ -1,7 +1,5 @@
 """Wraps an algorithm under test and records the calls of the coordinator and their results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field

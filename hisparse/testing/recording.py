@@ -1,7 +1,5 @@
 """Records decode steps and replays them, as a CUDA graph does, in a simulator."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,13 +85,7 @@ class _Mode(TorchDispatchMode):
         """Record a call that is not an operation of PyTorch."""
         self._recording.add(name, operation)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         given = tensors_in((args, options))
         if func.overloadpacket.__name__ == "lift_fresh" and given[0].dim() == 0:

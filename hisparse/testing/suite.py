@@ -1,7 +1,5 @@
 """The contract suite: named checks that every algorithm has to pass, wherever it comes from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -18,8 +18,6 @@ have one layer each: the lengths of the selections ``[V, H]``, and for each page
 bytes of all numbers come first, the highest last; zlib compresses them.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

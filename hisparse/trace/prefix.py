@@ -7,8 +7,6 @@ size and says where the trace is from, and may have ``cached_length``: tokens th
 ``hisparse kvcm replay`` replays both.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ recent complete pages of its context in the cache, as after a prefill; pages tha
 between two selections enter it as the hottest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes a trace on a separate thread, so that decode steps never wait for the disk."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Turns hisparse on and off for a model: registers its attention and its masks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary

@@ -1,7 +1,5 @@
 """Builds the engine and the row store of a cache from a model, its settings and its limits."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from dataclasses import replace

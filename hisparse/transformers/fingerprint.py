@@ -1,7 +1,5 @@
 """The fingerprint of a transformers model, and whether the model has changed since."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """One forward of a model: passes the columns that hold tokens to the coordinator."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

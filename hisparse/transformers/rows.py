@@ -1,7 +1,5 @@
 """Request slots, host pages and tail pages of the rows of a cache and its forks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Keys and values in e4m3."""
 
-from __future__ import annotations
-
 import torch
 
 from hisparse.cache.formats.base import ScaledFormat

@@ -1,7 +1,5 @@
 """Keys and values as integers from -127 to 127."""
 
-from __future__ import annotations
-
 import torch
 
 from hisparse.cache.formats.base import ScaledFormat

@@ -1,7 +1,5 @@
 """Latents (MLA): the key of a token is its only tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Keys and values in the model's dtype."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ An extension is one file in this folder, or in any package with an entry point i
     after_step
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar

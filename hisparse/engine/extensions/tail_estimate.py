@@ -6,8 +6,6 @@ share of attention (Jensen). Measured on small models, it more than halves the d
 attention if the peaks are selected, and hurts if the selector misses them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

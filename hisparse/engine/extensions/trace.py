@@ -5,8 +5,6 @@ head, request, sequence length and pages. `hisparse trace` shows and replays it 
 Steps are written by a thread of their own. If it falls behind, steps are dropped and counted.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import weakref

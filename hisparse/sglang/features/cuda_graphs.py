@@ -1,7 +1,5 @@
 """CUDA graphs of decode steps: which steps they serve, and what to change if a capture fails."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ hisparse serves the layers that attend: its pool has only these layers, numbered
 of the other layers stay in SGLang's own pool on the device.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Algorithms that select by the last queries of a prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Qwen4-Exp: passes what the indexers give for tokens to the algorithm ``qsa``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks beyond those that divide a model's heads: replicas, attention replicas and pipelines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

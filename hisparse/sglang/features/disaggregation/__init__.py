@@ -4,8 +4,6 @@ K and V arrive in the decode server's host pool. Its scheduler starts an arrived
 forward (``ForwardMode.PREBUILT``), so the first decode step makes the request ready.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What SGLang's transfer engines and retractions see of the KV pool: addresses, and copies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """KV pools of DeepSeek-V3.2: latents without SGLang's index keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Speculative decoding: SGLang drafts chains of tokens, which one forward verifies."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Chains of drafts: those of a forward as a batch, and which of their tokens are accepted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

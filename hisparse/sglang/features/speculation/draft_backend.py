@@ -3,8 +3,6 @@
 SGLang's own attention backends of draft models need a GPU or AMX.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A draft model beside the target: the memory of its pool, and its attention backends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

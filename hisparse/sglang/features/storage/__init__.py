@@ -3,8 +3,6 @@
 SGLang's external linker (``linker.py``) looks prefixes up, loads and writes them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict

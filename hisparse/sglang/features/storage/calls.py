@@ -4,8 +4,6 @@ Calls run in threads with a time limit. After a failure no calls are made for a 
 that is late cannot touch the KV pool.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Identifies K and V of a server: the model's fingerprint, the namespace, LoRA adapters."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Writes pages of the KV pool to a store."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Sequence
