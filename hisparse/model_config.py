@@ -32,9 +32,12 @@ _SELECTING = re.compile(
     r"(^|_)index(er)?_.*(topk|head|budget|block|pool|types|tokens)|^cli_factor$"
     r"|sparse_(attention|attn|config|topk)|block_?sparse|compress_(ratio|rate)s?$|^(moba|nsa)_|^dual_chunk"
 )
-#: Those of an indexer such as that of DeepSeek-V3.2, with a key for each token, in every layer.
+#: Those of an indexer such as that of DeepSeek-V3.2, with a key for each token.
 LIGHTNING_INDEXER = frozenset(
-    {"index_topk", "index_n_heads", "index_head_dim", "index_skip_topk_offset"}
+    {
+        *("index_topk", "index_n_heads", "index_head_dim", "indexer_types"),
+        *("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset"),
+    }
 )
 #: Values of a model without it: off, one token per key, an indexer in every layer ("F", "full").
 _OFF = (None, 0, 1, "F", "full")
@@ -68,7 +71,7 @@ def check_own_selection(name: str, *configs: Any, served: frozenset[str] = froze
         raise ConfigError(
             f"{name} was trained to select by itself what it attends ({', '.join(sorted(found))}); "
             "expected attention over all tokens or a window, or in a server an indexer such as "
-            "that of DeepSeek-V3.2 (one key per token, in every layer), Qwen4-Exp or MiniMax-M3"
+            "that of DeepSeek-V3.2 (one key per token), Qwen4-Exp or MiniMax-M3"
         )
 
 

@@ -25,7 +25,7 @@ and v) whose dtype is not given have the dtype of the model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, Self
 
@@ -60,6 +60,8 @@ class KVSpec:
         logit_cap: see :class:`AttentionRule`; the same in all layers.
         windows: for each layer the tokens that a query attends, its own included; 0: all up to its
             own. Empty: 0 in all layers.
+        unindexed: layers without an indexer in a model that has one. They attend what the layer
+            before them selected, unless they are always dense.
 
     Raises:
         HiSparseError: ``windows`` has not one entry for each layer.
@@ -77,6 +79,7 @@ class KVSpec:
     kv_cache_dtype: str = "auto"
     logit_cap: float = 0.0
     windows: tuple[int, ...] = ()
+    unindexed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.windows) not in (0, self.num_layers):
@@ -87,8 +90,8 @@ class KVSpec:
 
     @property
     def num_indexers(self) -> int:
-        """Layers that the model's own indexer selects for: all, or none."""
-        return self.num_layers if self.index_head_dim else 0
+        """Layers with an indexer of the model's own."""
+        return self.num_layers - len(self.unindexed) if self.index_head_dim else 0
 
     def window(self, layer_id: int) -> int:
         """The window of a layer; 0: it attends the whole context."""
@@ -104,10 +107,10 @@ class KVSpec:
         """The layers that attend the whole context: an algorithm selects only for them."""
         return tuple(x for x in range(self.num_layers) if not self.window(x))
 
-    @property
-    def selecting(self) -> KVSpec:
-        """The shapes of the layers that attend the whole context, without those with a window."""
-        return replace(self, num_layers=len(self.full_layers), windows=())
+    @cached_property
+    def selecting_layers(self) -> tuple[int, ...]:
+        """Those of ``full_layers`` for which the model, if it has an indexer, has one."""
+        return tuple(x for x in self.full_layers if x not in self.unindexed)
 
     def window_pages(self, window: int) -> int:
         """The most full pages that a window reaches, the tail page not counted."""

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import transformers
+from sglang.srt.configs.model_config import dsa_layer_skips_topk
 from transformers import (
     DeepseekV4Config,
+    DeepseekV32Config,
     Glm5NextTextConfig,
     GlmMoeDsaConfig,
     HYV4Config,
@@ -47,6 +49,7 @@ SELECTING: list[tuple[Any, str]] = [
     ),
     (DeepseekV4Config(), "compress_rates, index_head_dim, index_n_heads, index_topk"),
     (GlmMoeDsaConfig(), "index_head_dim, index_n_heads, index_topk"),
+    (HYV4Config(), "index_head_dim, index_n_heads, index_topk, indexer_types"),
     # Without a class in transformers: MiniCPM (InfLLM-V2), Qwen2.5-1M, MoBA.
     (LlamaConfig(sparse_config={"topk": 64}), "sparse_config"),
     (LlamaConfig(dual_chunk_attention_config={"chunk": 8192}), "dual_chunk_attention_config"),
@@ -55,8 +58,6 @@ SELECTING: list[tuple[Any, str]] = [
 #: Indexers that differ from that of DeepSeek-V3.2, and the fields that say it.
 OTHER_INDEXERS: list[tuple[Any, str]] = [
     (Glm5NextTextConfig(), "index_kpool, index_kpool_always_select_tail"),
-    (HYV4Config(), "indexer_types"),
-    (GlmMoeDsaConfig(index_topk_freq=2), "index_topk_freq, indexer_types"),
     (GlmMoeDsaConfig(index_local_tokens=64), "index_local_tokens"),
 ]
 
@@ -98,6 +99,29 @@ def test_families_do_not(family: Any) -> None:
     if kind and trained:
         assert family.hisparse["algorithm"] == kind.feature == trained.settings["algorithm"]
         assert family.hisparse["page_size"] == trained.settings["page_size"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, ()),
+        ({"indexer_types": ["full", "shared", "full", "shared"]}, (1, 3)),
+        ({"index_topk_pattern": "FSS"}, (1, 2)),
+        ({"index_topk_freq": 3}, (2, 3)),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 3}, (3,)),
+    ],
+)
+def test_layers_that_share_a_selection(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
+    """As SGLang and transformers read the fields."""
+    config = DeepseekV32Config(num_hidden_layers=4, architectures=["DeepseekV32ForCausalLM"])
+    for name, value in fields.items():
+        setattr(config, name, value)
+    spec = shape_per_rank(config, 1, 1)
+    assert spec.unindexed == tuple(x for x in range(4) if dsa_layer_skips_topk(config, x)) == layers
+    assert spec.num_indexers == 4 - len(layers)
+    if "indexer_types" not in fields:
+        other = GlmMoeDsaConfig(num_hidden_layers=4, **fields)
+        assert shape_per_rank(other, 1, 1).unindexed == layers
 
 
 def test_fields_that_are_off() -> None:

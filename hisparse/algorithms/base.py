@@ -14,7 +14,7 @@ from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.config import HiSparseConfig
 from hisparse.options import from_options
 from hisparse.registry import Registry
-from hisparse.types import IndexerInputs, Selection, SelectionScope
+from hisparse.types import IndexerInputs, KVSpec, Selection, SelectionScope
 
 #: The owner of one entry of a representation.
 RepresentationOwner = Literal["page", "request", "layer"]
@@ -65,14 +65,20 @@ class Representation:
         """Bytes of one entry in one layer."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
+    def layers(self, kv: KVSpec) -> tuple[int, ...]:
+        """The layers of a model that have entries."""
+        return kv.selecting_layers if self.source == "model" else kv.full_layers
+
 
 def entry_bytes(
     kinds: Mapping[str, Representation],
     per: RepresentationOwner,
     memory: RepresentationMemory = "device",
+    kv: KVSpec | None = None,
 ) -> int:
-    """Bytes of all entries of one owner in one layer and one memory."""
-    return sum(x.num_bytes for x in kinds.values() if (x.per, x.memory) == (per, memory))
+    """Bytes of all entries of one owner in one memory, in one layer or all those of ``kv``."""
+    own = [x for x in kinds.values() if (x.per, x.memory) == (per, memory)]
+    return sum(x.num_bytes * (1 if kv is None else len(x.layers(kv))) for x in own)
 
 
 class BaseSparseAlgorithm(ABC):

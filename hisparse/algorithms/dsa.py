@@ -16,7 +16,7 @@ from hisparse.kernels import chunk_index_score, index_score, select, store_index
 from hisparse.types import IndexerInputs, Selection, SelectionScope
 
 #: Queries of a prompt per block at least, and bytes of their scores on a GPU at most.
-_QUERY_BLOCK, _SCORE_BYTES = 64, 64 << 20
+QUERY_BLOCK, SCORE_BYTES = 64, 64 << 20
 
 _KEY, _SCALE = "index_key", "index_scale"
 
@@ -49,12 +49,7 @@ class DSA(BaseSparseAlgorithm):
     _MODEL: ClassVar[str] = "DeepSeek-V3.2"
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
-        width = policy.kv.index_head_dim
-        if not width:
-            raise ConfigError(
-                f"algorithm {self.indexer} got a model without an indexer, expected one such as "
-                f"{self._MODEL}; algorithms for any model: sketch, quest, snapkv"
-            )
+        width = index_width(policy, self.indexer, self._MODEL)
         kinds = {_KEY: Representation((width,), self._dtype, source="model")}
         if self._scaled:
             kinds[_SCALE] = Representation((), torch.float32, source="model")
@@ -80,7 +75,7 @@ class DSA(BaseSparseAlgorithm):
         ``keys`` are not read; ``host_pages [T]``, int32 or int64, are the entries to write.
         """
         stored, scales = self._stored(layer_id, step)
-        store_index_keys(self._inputs(step).keys, stored, host_pages, scales=scales)
+        store_index_keys(inputs_of(step, self.indexer).keys, stored, host_pages, scales=scales)
 
     def _stored(
         self, layer_id: int, step: PrefillStep | DecodeStep
@@ -88,14 +83,6 @@ class DSA(BaseSparseAlgorithm):
         """A layer's keys ``[host pages, Di]``, and their scales if they have any."""
         stored = step.representations
         return stored[_KEY][layer_id], stored[_SCALE][layer_id] if self._scaled else None
-
-    def _inputs(self, step: PrefillStep | DecodeStep) -> IndexerInputs:
-        if step.indexer is None:
-            raise HiSparseError(
-                f"algorithm {self.indexer} got no indexer inputs from the model, expected queries, "
-                "keys and weights of every token"
-            )
-        return step.indexer
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy, scores = step.policy, self._score(layer_id, step)
@@ -110,24 +97,56 @@ class DSA(BaseSparseAlgorithm):
         """``[B, 1, P] float32``, the tail page's score at ``num_pages``."""
         table = step.host_page_table[:, : step.max_pages + 1]
         keys, scales = self._stored(layer_id, step)
-        return index_score(self._inputs(step), keys, table, step.num_pages, scales=scales)
+        return index_score(
+            inputs_of(step, self.indexer), keys, table, step.num_pages, scales=scales
+        )
 
     def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
-        size, new, table = step.policy.kv.page_size, self._inputs(step), step.context_pages
+        size, table = step.policy.kv.page_size, step.context_pages
+        new = inputs_of(step, self.indexer)
         if step.end // size <= step.policy.max_pages:
             return None
         keys, scales = self._stored(layer_id, step)
         seen = torch.arange(step.start + 1, step.end + 1, dtype=torch.int32, device=table.device)
         counts, width, parts = seen // size, len(table), []
         # Small blocks stay in a CPU's cache; a GPU takes all queries in a launch where it can.
-        block = _QUERY_BLOCK if table.device.type == "cpu" else _SCORE_BYTES // (4 * width)
-        for part in _blocks(step.length, max(block, _QUERY_BLOCK)):
+        block = QUERY_BLOCK if table.device.type == "cpu" else SCORE_BYTES // (4 * width)
+        for part in _blocks(step.length, max(block, QUERY_BLOCK)):
             given = (new.take(part), keys, table, counts[part])
             scores = chunk_index_score(*given, scales=scales)
             forced = _forced(counts[part], width, step.policy)
             chosen = select(scores, counts[part], step.policy.select_rule, forced=forced)
             parts.append(_tokens(chosen.pages[:, 0], seen[part], size))
         return torch.cat(parts)
+
+
+def index_width(policy: SelectionPolicy, algorithm: str, model: str) -> int:
+    """Di of the model's indexer.
+
+    Args:
+        policy: shapes of the model.
+        algorithm: its name, for the message.
+        model: a model with such an indexer.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    if policy.kv.index_head_dim:
+        return policy.kv.index_head_dim
+    raise ConfigError(
+        f"algorithm {algorithm} got a model without an indexer, expected one such as {model}; "
+        "algorithms for any model: sketch, quest, snapkv"
+    )
+
+
+def inputs_of(step: PrefillStep | DecodeStep, algorithm: str) -> IndexerInputs:
+    """What the model's indexer gives for the step's tokens; an error if it gives nothing."""
+    if step.indexer is not None:
+        return step.indexer
+    raise HiSparseError(
+        f"algorithm {algorithm} got no indexer inputs from the model, expected queries, keys and "
+        "weights of every token"
+    )
 
 
 def _forced(count: Tensor, width: int, policy: SelectionPolicy) -> Tensor | None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms.base import Representation, register_algorithm
+from hisparse.algorithms.dsa import QUERY_BLOCK, SCORE_BYTES, index_width, inputs_of
 from hisparse.algorithms.page_score import RankedPagesAlgorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.errors import ConfigError, HiSparseError
 from hisparse.kernels import (
     HostKeys,
     chunk_index_score,
@@ -26,8 +26,6 @@ from hisparse.kernels import (
 from hisparse.types import IndexerInputs, SelectionScope
 
 _KEY = "index_key"
-#: Queries of a prompt per block on a CPU, and bytes of their scores on a GPU at most.
-_QUERY_BLOCK, _SCORE_BYTES = 64, 64 << 20
 
 
 @register_algorithm("msa")
@@ -53,14 +51,9 @@ class MSA(RankedPagesAlgorithm):
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         """The keys of the tokens of each page."""
-        size, width = policy.kv.page_size, policy.kv.index_head_dim
-        if not width:
-            raise ConfigError(
-                "algorithm msa got a model without an indexer, expected one such as MiniMax-M3; "
-                "algorithms for any model: sketch, quest, snapkv"
-            )
+        shape = policy.kv.page_size, index_width(policy, "msa", "MiniMax-M3")
         dtype = getattr(torch, self.index_dtype)
-        return {_KEY: Representation((size, width), dtype, source="model")}
+        return {_KEY: Representation(shape, dtype, source="model")}
 
     def captured_bytes(self, policy: SelectionPolicy, num_pages: int) -> int:
         """The places of all tokens, and their scores, for each head."""
@@ -73,12 +66,10 @@ class MSA(RankedPagesAlgorithm):
         self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
         """Store the keys of a chunk's tokens; ``keys`` and ``queries`` are not read."""
-        # A layer without an indexer gives nothing.
-        if step.indexer is not None:
-            size, pages = step.policy.kv.page_size, step.context_pages.long()
-            position = torch.arange(step.start, step.end, device=pages.device)
-            slots = pages[position // size] * size + position % size
-            self._store_keys(step.indexer.keys, slots, layer_id, step)
+        size, pages = step.policy.kv.page_size, step.context_pages.long()
+        position = torch.arange(step.start, step.end, device=pages.device)
+        slots = pages[position // size] * size + position % size
+        self._store_keys(inputs_of(step, "msa").keys, slots, layer_id, step)
 
     def update_indexer(
         self, inputs: IndexerInputs, layer_id: int, step: DecodeStep
@@ -94,12 +85,7 @@ class MSA(RankedPagesAlgorithm):
         store_index_keys(keys, step.representations[_KEY][layer_id].flatten(0, 1), slots)
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-        new, keys = step.indexer, step.representations[_KEY][layer_id]
-        if new is None:
-            raise HiSparseError(
-                "algorithm msa got no indexer inputs from the model, expected queries and keys of "
-                "every token"
-            )
+        new, keys = inputs_of(step, "msa"), step.representations[_KEY][layer_id]
         size, heads, full = step.policy.kv.page_size, new.queries.shape[1], step.max_pages
         if keys.device.type == "cpu":
             table = step.host_page_table[:, :full]
@@ -113,13 +99,13 @@ class MSA(RankedPagesAlgorithm):
         return best[..., :full]
 
     def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
-        policy, table, new = step.policy, step.context_pages, step.indexer
-        size = policy.kv.page_size
-        if new is None or (step.end - 1) // size <= policy.max_pages:
+        policy, table, size = step.policy, step.context_pages, step.policy.kv.page_size
+        if (step.end - 1) // size <= policy.max_pages:
             return None
-        keys, parts, block = step.representations[_KEY][layer_id], [], _QUERY_BLOCK
+        new, keys = inputs_of(step, "msa"), step.representations[_KEY][layer_id]
+        parts, block = [], QUERY_BLOCK
         if keys.device.type != "cpu":
-            block = max(1, _SCORE_BYTES // (4 * policy.heads * len(table) * size))
+            block = max(1, SCORE_BYTES // (4 * policy.heads * len(table) * size))
         position = torch.arange(step.start, step.end, dtype=torch.int32, device=table.device)
         for at, queries in zip(position.split(block), new.queries.split(block), strict=True):
             before = at // size

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms.base import Representation, register_algorithm
-from hisparse.algorithms.dsa import DSA
+from hisparse.algorithms.dsa import DSA, inputs_of
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import store_index_keys
 from hisparse.types import BlockIndexerInputs, IndexerInputs
@@ -63,7 +63,7 @@ class QSA(DSA):
 
         ``keys`` and ``queries`` are not read.
         """
-        new, size = cast(BlockIndexerInputs, self._inputs(step)), step.policy.kv.page_size
+        new, size = cast(BlockIndexerInputs, inputs_of(step, "qsa")), step.policy.kv.page_size
         pending, positions = self._pending(layer_id, step)
         pending, positions = pending[step.slot], positions[step.slot]
         count = step.start % size

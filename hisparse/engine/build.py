@@ -261,8 +261,7 @@ def build(
     kept = kept_tensors(config, algorithm, policy)
     representations = Representations(
         kept,
-        num_layers=policy.kv.num_layers,
-        layers=policy.kv.full_layers,
+        policy.kv,
         host_pages=host.num_pages,
         num_slots=sizes.num_slots,
         device=device,

@@ -71,7 +71,7 @@ class DecodeLayer:
         self._update = by_layer(self._algorithm.update_representations, ignore)
         # Queries of all ranks are more than those that the algorithm knows of.
         self._appends = self._gather_queries is None and self._algorithm.appends(self._policy)
-        self._storing = by_layer(overriding("store_pages", extensions), ())
+        self._storing = by_layer(overriding("store_pages", extensions), (), selecting=False)
         self._update_indexer = by_layer(self._algorithm.update_indexer, None)
         self._serial = serial_operators(self._manager.device.device)
         self._results = ResultMemory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -95,8 +96,9 @@ class AttentionModes:
         policy: shapes of the model and the rules of selections.
         min_sparse_context: tokens; contexts up to this length are attended densely.
         dense_layers: layers that are always dense.
-        reuse_layers: consecutive layers that share a selection. Layers with a window are in no
-            group, and no mode applies to them: they attend the last pages of every request.
+        reuse_layers: consecutive layers that share a selection, of those that select in the model;
+            the model's other layers are in the group of the one before. Layers with a window are in
+            no group, and no mode applies to them: they attend the last pages of every request.
 
     Attributes:
         dense_layers: as given, without those that have a window.
@@ -120,8 +122,9 @@ class AttentionModes:
         self._windowed = frozenset(range(policy.kv.num_layers)).difference(layers)
         # Each layer that selects, with the number of layers that attend its selection.
         self._attended_by: dict[int, int] = {}
-        for first in range(0, len(layers), reuse_layers):
-            sparse = [x for x in layers[first : first + reuse_layers] if x not in dense_layers]
+        firsts = [*map(layers.index, policy.kv.selecting_layers[::reuse_layers]), len(layers)]
+        for first, end in pairwise(firsts):
+            sparse = [x for x in layers[first:end] if x not in dense_layers]
             if sparse:
                 self._attended_by[sparse[0]] = len(sparse)
         longest_dense = (min_sparse_context - 1) // policy.kv.page_size

@@ -65,9 +65,12 @@ class Prefill:
         by_layer = components.representations.by_layer
         self._construct = by_layer(components.algorithm.construct_representations, ignore)
         self._select = by_layer(components.algorithm.select_prefill, ignore)
-        self._storing = by_layer(overriding("store_pages", extensions), ())
+        self._storing = by_layer(overriding("store_pages", extensions), (), selecting=False)
         # Keys and values of a prefix and its chunk, one after the other; all layers share them.
         self._joined: dict[str, Tensor] = {}
+        #: Layers that attend what the layer before them selected, and that selection of each chunk.
+        self._sharing = set(self._policy.kv.unindexed) - components.modes.dense_layers
+        self._shared: list[Tensor | None] = []
 
     def run(
         self,
@@ -89,18 +92,23 @@ class Prefill:
         # not depend on which part of a prompt comes from the pool.
         k, v = self._manager.host.format.as_read(k, v)
         self._manager.kv_io.write(layer_id, host_slots, k, v)
-        outputs = []
-        for chunk in chunks:
+        outputs, chosen = [], self._shared if layer_id in self._sharing else []
+        self._shared = []
+        for number, chunk in enumerate(chunks):
             tokens = slice(chunk.offset, chunk.offset + chunk.length)
             new = q[tokens], k[tokens], v[tokens]
             pages = self._page_aligned(layer_id, chunk, *new[1:])
             inputs = None if indexer is None else indexer.take(tokens)
             step = self.summarize(layer_id, chunk, new[0], pages, inputs)
-            positions = call(self._select[layer_id], layer_id, layer_id, step)
-            check_positions(positions, self._components.algorithm, layer_id, step)
-            attended = self._attend(layer_id, chunk, *new, positions)
+            if layer_id not in self._sharing:
+                positions = call(self._select[layer_id], layer_id, layer_id, step)
+                check_positions(positions, self._components.algorithm, layer_id, step)
+                chosen.append(positions)
+            attended = self._attend(layer_id, chunk, *new, chosen[number])
             outputs.append(merge_attended(attended, sinks=sinks, dtype=q.dtype).out)
             self._place(layer_id, chunk, pages)
+        if layer_id + 1 in self._sharing:
+            self._shared = chosen
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _page_aligned(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> PagedKV:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hisparse.algorithms import Representation, RepresentationMemory, RepresentationOwner
 from hisparse.cache.allocate import zeros
 from hisparse.kernels import upload
+from hisparse.types import KVSpec
 
 T = TypeVar("T")
 
@@ -25,8 +26,7 @@ class Representations:
 
     Args:
         kinds: the declared tensors, by name.
-        num_layers: L.
-        layers: the layers that have representations: those that attend the whole context.
+        kv: shapes of the model.
         host_pages: pages of the host pool, including the padding page.
         num_slots: request slots.
         device: device of the tensors. Those in host memory are page-locked and mapped for a GPU.
@@ -35,7 +35,6 @@ class Representations:
         tensors: by name, ``[L, host pages, *shape]``, ``[L, request slots, *shape]`` or
             ``[L, *shape]``, depending on the owner. If some layers have no representations, these
             are views that take a layer's number and skip those layers in memory.
-        num_layers: L.
         of_pages: the saved tensors of pages, without skipped layers.
         of_model: those of ``of_pages`` whose entries come from the model's own indexer.
         only_of_pages: whether only tensors of pages are saved.
@@ -44,9 +43,8 @@ class Representations:
     def __init__(
         self,
         kinds: Mapping[str, Representation],
+        kv: KVSpec,
         *,
-        num_layers: int,
-        layers: Sequence[int],
         host_pages: int,
         num_slots: int,
         device: torch.device,
@@ -58,16 +56,17 @@ class Representations:
         }
         self._memories = {name: kind.memory for name, kind in kinds.items()}
         self._saved = {n: kind for n, kind in kinds.items() if kind.per != "layer" and kind.saved}
+        self._layers = {name: kind.layers(kv) for name, kind in kinds.items()}
         memory = {
-            name: _zeros(r, (len(layers), *entries[r.per], *r.shape), device)
+            name: _zeros(r, (len(self._layers[name]), *entries[r.per], *r.shape), device)
             for name, r in kinds.items()
         }
-        self._layers = frozenset(layers)
-        self.tensors: Mapping[str, Tensor] = memory
-        if len(layers) < num_layers:
-            self.tensors = {n: _LayerTensor.of(x, layers) for n, x in memory.items()}
-        self.num_layers = num_layers
-        self._per_page = [self.tensors[n] for n, r in kinds.items() if r.per == "page"]
+        self.tensors: Mapping[str, Tensor] = {
+            name: x if len(x) == kv.num_layers else _LayerTensor.of(x, self._layers[name])
+            for name, x in memory.items()
+        }
+        self._kv = kv
+        self._per_page = [name for name, kind in kinds.items() if kind.per == "page"]
         self.of_pages = {n: memory[n] for n, r in self._saved.items() if r.per == "page"}
         self.of_model = {n: x for n, x in self.of_pages.items() if kinds[n].source == "model"}
         self.only_of_pages = len(self.of_pages) == len(self._saved)
@@ -78,13 +77,20 @@ class Representations:
         """Bytes of the tensors in one memory."""
         return sum(self.tensors[n].nbytes for n, each in self._memories.items() if each == memory)
 
-    def by_layer(self, keeping: T, otherwise: T) -> list[T]:
-        """For each of the L layers, ``keeping`` if it has representations, else ``otherwise``."""
-        return [keeping if x in self._layers else otherwise for x in range(self.num_layers)]
+    def by_layer(self, keeping: T, otherwise: T, *, selecting: bool = True) -> list[T]:
+        """For each of the L layers, ``keeping`` if it has representations, else ``otherwise``.
+
+        Args:
+            keeping, otherwise: such as hooks.
+            selecting: whether the representations are the algorithm's, not those of extensions.
+        """
+        layers = self._kv.selecting_layers if selecting else self._kv.full_layers
+        return [keeping if x in layers else otherwise for x in range(self._kv.num_layers)]
 
     def pages_of(self, layer_id: int) -> list[Tensor]:
         """Entries of pages in one layer, ``[host pages, *shape]`` in their dtypes, if any."""
-        return [x[layer_id] for x in self._per_page] if layer_id in self._layers else []
+        names = (name for name in self._per_page if layer_id in self._layers[name])
+        return [self.tensors[name][layer_id] for name in names]
 
     def begin(self, slot: int) -> None:
         """Start a request in a slot; the next forward zeroes the slot's state."""
@@ -111,11 +117,10 @@ class Representations:
             representation; empty in a layer without representations.
         """
         self.apply_resets()
-        if layer_id not in self._layers:
-            return {}
         return {
             name: self.tensors[name][layer_id, host_pages if kind.per == "page" else slot]
             for name, kind in self._saved.items()
+            if layer_id in self._layers[name]
         }
 
     def write(

@@ -245,8 +245,7 @@ class Evaluation:
                 scores += score_items(self.model, cache, document.ids, group)
         policy = cache.coordinator.policy
         kinds = kept_tensors(config, cache.coordinator.algorithm, policy)
-        page_bytes = entry_bytes(kinds, "page") * len(policy.kv.full_layers)
-        return scores, page_bytes / policy.kv.page_size
+        return scores, entry_bytes(kinds, "page", kv=policy.kv) / policy.kv.page_size
 
     def _context(self, document: Document, config: HiSparseConfig, rows: int) -> Any:
         """A cache with the document up to the first item."""

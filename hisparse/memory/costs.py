@@ -70,8 +70,6 @@ def make_sizing_request(
         prefill_choices: tokens that the algorithm chooses for each token of a prompt; 0: none.
     """
     config, spec, stored = resolved.config, policy.kv, format_of(policy.kv)
-    # Layers with a window have device pages and no representations.
-    num_selecting = spec.selecting.num_layers
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
     prefill_tokens = min(resources.chunk_tokens, resources.context_length)
     prefill = prefill_bytes(spec, prefill_tokens, prefill_choices)
@@ -85,7 +83,7 @@ def make_sizing_request(
         pinned = sum(away_bytes(config, policy, most))
     request = SizingRequest(
         kv_token_bytes=-(-stored.token_bytes // pool_ranks) + beside_kv,
-        representation_page_bytes=entry_bytes(kept, "page") * num_selecting,
+        representation_page_bytes=entry_bytes(kept, "page", kv=spec),
         page_size=spec.page_size,
         num_layers=spec.num_layers,
         rows_per_request=policy.heads,
@@ -97,8 +95,8 @@ def make_sizing_request(
         max_row_capacity=config.max_row_capacity,
         context_length=resources.context_length,
         max_requests=resources.max_requests,
-        request_state_bytes=entry_bytes(kept, "request") * num_selecting,
-        layer_state_bytes=entry_bytes(kept, "layer") * num_selecting,
+        request_state_bytes=entry_bytes(kept, "request", kv=spec),
+        layer_state_bytes=entry_bytes(kept, "layer", kv=spec),
         captured=resolved.captured,
         captured_request_bytes=captured_request_bytes,
         indexed=resources.device_type != "cpu",
@@ -196,8 +194,7 @@ def host_token_bytes(kept: Mapping[str, Representation], kv: KVSpec) -> int:
         kept: tensors of the algorithm and of the extensions.
         kv: shapes of the model.
     """
-    pages = entry_bytes(kept, "page", "host") * kv.selecting.num_layers
-    return -(-pages // kv.page_size)
+    return -(-entry_bytes(kept, "page", "host", kv) // kv.page_size)
 
 
 def attended_tables(

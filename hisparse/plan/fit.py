@@ -198,8 +198,8 @@ def _dense_requests(config: HiSparseConfig, spec: KVSpec, machine: Machine, toke
     request_bytes = format_of(spec).dense_token_bytes * tokens
     if spec.index_head_dim:
         algorithm, policy, _ = choose_selection(config, spec, spec.head_dim**-0.5)
-        page_bytes = entry_bytes(algorithm.representations(policy), "page")
-        request_bytes += page_bytes * spec.num_layers * tokens // spec.page_size
+        page_bytes = entry_bytes(algorithm.representations(policy), "page", kv=spec)
+        request_bytes += page_bytes * tokens // spec.page_size
     device = machine.cache_bytes_beside(0)
     return max(0, device) // (request_bytes + STATES * machine.state_bytes)
 
@@ -339,4 +339,6 @@ def divide_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
 def _spec_of_layers(spec: KVSpec, first: int, num_layers: int) -> KVSpec:
     """The shapes of ``num_layers`` layers from ``first`` on."""
     windows = spec.windows[first : first + num_layers]
-    return replace(spec, num_layers=num_layers, windows=windows if any(windows) else ())
+    unindexed = tuple(x - first for x in spec.unindexed if first <= x < first + num_layers)
+    windows = windows if any(windows) else ()
+    return replace(spec, num_layers=num_layers, windows=windows, unindexed=unindexed)

@@ -44,7 +44,7 @@ def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
         if not getattr(text, "layer_types", None) or text.model_type in _ATTEND_ALL:
             spec = replace(spec, windows=())
     if trained:
-        spec = replace(spec, index_head_dim=trained.head_dim)
+        spec = replace(spec, index_head_dim=trained.head_dim, unindexed=trained.unindexed)
     if spec.num_q_heads % tp or (spec.num_kv_heads % tp and tp % spec.num_kv_heads):
         raise ConfigError(
             f"--tp: got {tp}, expected a divisor of the model's {spec.num_q_heads} query heads "

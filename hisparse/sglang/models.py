@@ -39,10 +39,12 @@ class Trained(NamedTuple):
     Attributes:
         settings: keys of ``--hisparse-config`` with which the model selects as it was trained.
         head_dim: Di, elements.
+        unindexed: the layers without an indexer.
     """
 
     settings: Mapping[str, Any]
     head_dim: int
+    unindexed: tuple[int, ...] = ()
 
 
 def read_model_shape(
@@ -52,7 +54,7 @@ def read_model_shape(
     context_length: int | None = None,
     hybrid_layers: Sequence[int] | None = None,
     *,
-    index_head_dim: int = 0,
+    trained: Trained | None = None,
 ) -> ModelShape:
     """Read the shapes of a model that SGLang has loaded.
 
@@ -62,7 +64,7 @@ def read_model_shape(
         page_size: S, tokens per page of a selection.
         context_length: tokens, the longest sequence; a window that holds it is none. None: unknown.
         hybrid_layers: the numbers of a hybrid's layers that attend; None: all layers do.
-        index_head_dim: Di of an indexer that the model's configuration names; 0: there is none.
+        trained: how an indexer that the model's configuration names selects; None: there is none.
 
     Raises:
         ConfigError: the layers differ from each other, or use a kind of attention that hisparse
@@ -87,7 +89,8 @@ def read_model_shape(
     ids = sorted(m.layer_id for m in layers)
     _check_numbers(ids, hybrid_layers)
     q_heads, kv_heads, head_dim, v_head_dim, scale, logit_cap = shapes.pop()
-    _check_indexers(len(find_indexers(model)), len(layers))
+    unindexed = {x for x in ids if trained and x in trained.unindexed}
+    _check_indexers(len(find_indexers(model)), len(layers) - len(unindexed))
     windows = [_window(m, context_length) for m in sorted(layers, key=lambda m: m.layer_id)]
     spec = KVSpec(
         num_layers=len(layers),
@@ -98,18 +101,18 @@ def read_model_shape(
         dtype=dtype,
         page_size=page_size,
         attention=attention,
-        index_head_dim=index_head_dim,
+        index_head_dim=trained.head_dim if trained else 0,
         logit_cap=logit_cap or 0.0,
         windows=tuple(windows) if any(windows) else (),
+        unindexed=tuple(place for place, x in enumerate(ids) if x in unindexed),
     )
     return ModelShape(spec, scale, tuple(ids))
 
 
-def _check_indexers(found: int, layers: int) -> None:
-    if found not in (0, layers):
+def _check_indexers(found: int, expected: int) -> None:
+    if found not in (0, expected):
         raise ConfigError(
-            f"{found} of the model's {layers} layers have an indexer; expected one in every layer "
-            "or in none"
+            f"{found} of the model's layers have an indexer; expected {expected}, or none"
         )
 
 

@@ -56,10 +56,10 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[ServerSession, i
     context_length = configurator.model_config.context_len
     hybrid = hybrid_layers(configurator.model_config)
     indexer = features.indexer_of(configurator.model_config)
-    trained = indexer and indexer.trained(configurator.model_config.hf_text_config)
+    text = configurator.model_config.hf_text_config
     shape = read_model_shape(
         *(configurator.model, dtype, config.page_size, context_length, hybrid),
-        index_head_dim=trained.head_dim if trained else 0,
+        trained=indexer.trained(text) if indexer else None,
     )
     spec = stored_spec(config, shape.spec)
     _log_choices(config, spec, configurator.device)

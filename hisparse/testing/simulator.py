@@ -91,6 +91,7 @@ class Simulator:
         scale: softmax scale.
         logit_cap: cap on attention logits; 0: none.
         windows: tokens that each layer attends; 0: all of them. Empty: 0 in all layers.
+        unindexed: see :class:`KVSpec`.
         algorithm: selects pages.
         adapter: attends.
         checked: whether the cache manager verifies every selection and every resident byte.
@@ -125,6 +126,7 @@ class Simulator:
     scale: float = 0.3
     logit_cap: float = 0.0
     windows: tuple[int, ...] = ()
+    unindexed: tuple[int, ...] = ()
     algorithm: BaseSparseAlgorithm = field(
         default_factory=lambda: build_algorithm(HiSparseConfig())
     )
@@ -148,6 +150,7 @@ class Simulator:
             kv_cache_dtype=self.kv_cache_dtype,
             logit_cap=self.logit_cap,
             windows=self.windows,
+            unindexed=self.unindexed,
         )
         self.config = HiSparseConfig(
             budget=self.budget,

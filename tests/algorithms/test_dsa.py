@@ -157,6 +157,24 @@ def test_the_tokens_are_those_of_hugging_face(
     assert_close(out.double(), attend(sim, request, chosen.tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunks", [(PROMPT,), (20, 50, 40)], ids=["whole", "chunks"])
+def test_layers_without_an_indexer_attend_what_the_one_before_selected(
+    chunks: tuple[int, ...],
+) -> None:
+    """As if they had the same indexer, but without its keys."""
+    shared, own = (simulator(layers=4, unindexed=x, checked=False) for x in ((1, 3), ()))
+    asked, same = (sim.request(1, LENGTH, seed=5) for sim in (shared, own))
+    for stream in same.indexer:
+        stream[[1, 3]] = stream[[0, 2]]
+    for stream in asked.indexer:
+        stream[[1, 3]] = torch.nan
+    assert torch.equal(serve(shared, asked, *chunks), serve(own, same, *chunks))
+    stored = [sim.representations.tensors["index_key"].nbytes for sim in (shared, own)]
+    assert stored[1] == 2 * stored[0]
+    selections = [sim.coordinator.stats().selections for sim in (shared, own)]
+    assert selections[1] == 2 * selections[0] > 0
+
+
 def test_of_equal_scores_the_first_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for chunks in ((PROMPT,), (37, 30, 43)):
         chosen, sim = Chosen(monkeypatch), simulator()

@@ -72,7 +72,7 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "quest-tail-estimate": ({"extensions": {"tail_estimate": True}}, Quest),
     "quest-mla": (_MLA | {"min_sparse_context": 40}, Quest),
     "sketch-mla-fp8": (_MLA | {"min_sparse_context": 40, "kv_cache_dtype": "fp8_e4m3"}, Sketch),
-    "dsa-mla": (_TOKENS | _MLA | {"device_pages": 4 * 12}, DSA),
+    "dsa-mla": (_TOKENS | _MLA | {"device_pages": 4 * 12, "unindexed": (1,)}, DSA),
     "sketch-whole-context": (_WHOLE, Sketch),
     "quest-reference": ({}, Quest),
     "quest-host": (_HOST | {"dense_layers": (1,), "aside": 5}, Quest),

@@ -87,7 +87,7 @@ class Sequence(Request):
 
 def bytes_of(x: Tensor) -> Tensor:
     """``[..., bytes]``, so that NaN equals itself."""
-    return x.contiguous().view(torch.uint8)
+    return x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 class Contents:
@@ -275,4 +275,4 @@ def page_tensors(sim: Simulator) -> dict[str, Tensor]:
     """The tensors with an entry for each host page, ``[L, host pages, ...]``."""
     kinds = kept_tensors(sim.config, sim.algorithm, sim.policy)
     names = [name for name, kind in kinds.items() if kind.per == "page"]
-    return {name: sim.representations.tensors[name] for name in names}
+    return {name: sim.representations.tensors[name].as_subclass(Tensor) for name in names}

@@ -64,9 +64,9 @@ def state_of(sim: Simulator) -> dict[str, torch.Tensor]:
     device, heads = sim.manager.device, sim.policy.heads
     found = {n: x for n, x in device.states._asdict().items() if x is not None}
     found |= {"capacity": device.capacity, "tail_pages": device.tail_pages}
-    found |= {f"kept {name}": x for name, x in sim.representations.tensors.items()}
     own = {name: x[heads:] if x.dim() == 1 else x[:, heads:] for name, x in found.items()}
-    own |= {name: x[:, 1:] for name, x in found.items() if name.startswith("kept")}
+    kept = sim.representations.tensors
+    own |= {f"kept {name}": x.as_subclass(torch.Tensor)[:, 1:] for name, x in kept.items()}
     for layer in range(sim.layers):
         for name, pages in zip("kvs", sim.manager.host.stored(layer).tensors, strict=False):
             own[f"host {name} {layer}"] = pages[1:]
@@ -129,7 +129,8 @@ def test_a_replayed_step_is_the_eager_one(scope: str, settings: dict[str, Any]) 
             id="dsa-dense-beyond-the-budget",
         ),
         pytest.param(
-            TOKENS | {"algorithm": DSA(), "latent_rank": 8, "kv_heads": 1}, id="dsa-latent"
+            TOKENS | {"algorithm": DSA(), "latent_rank": 8, "kv_heads": 1, "unindexed": (1,)},
+            id="dsa-latent-shared",
         ),
     ],
 )

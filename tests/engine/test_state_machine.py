@@ -293,7 +293,8 @@ class Requests(RuleBasedStateMachine):
 
     def _attended(self, sequence: Sequence, layer: int) -> list[list[int]]:
         """Full pages that each query head attends."""
-        slots, selection = self.selections.get(layer, ([], None))
+        own = layer - (layer in self.sim.unindexed)  # Or of the layer before.
+        slots, selection = self.selections.get(own, ([], None))
         full = (sequence.done - 1) // self.sim.page_size
         if sequence.slot not in slots:
             return [list(range(full))] * self.sim.q_heads

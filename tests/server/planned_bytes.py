@@ -27,7 +27,7 @@ def representation_bytes(settings: HiSparseConfig, shape: KVSpec) -> int:
     """Representations of a page, in all layers, as a CPU keeps them."""
     spec = stored_spec(settings, shape)
     _, _, kept = choose_selection(settings, spec, 1.0, "cpu")
-    return entry_bytes(kept, "page") * spec.selecting.num_layers
+    return entry_bytes(kept, "page", kv=spec)
 
 
 def assert_planned(

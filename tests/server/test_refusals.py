@@ -237,7 +237,6 @@ def test_a_model_that_selects_by_itself(
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"index_topk_freq": 2}, "index_topk_freq"),
         ({"index_kpool": 4}, "index_kpool"),
         ({"index_local_tokens": 16}, "index_local_tokens"),
     ],
@@ -249,7 +248,18 @@ def test_an_indexer_that_is_not_that_of_deepseek(
     (tmp_path / "config.json").write_text(json.dumps(config))
     message = refusal(model=tmp_path, config={"algorithm": "dsa", "page_size": 1})
     assert f"ForCausalLM was trained to select by itself what it attends ({field}); ex" in message
-    assert message.endswith("(one key per token, in every layer), Qwen4-Exp or MiniMax-M3")
+    assert message.endswith("(one key per token), Qwen4-Exp or MiniMax-M3")
+
+
+def test_layers_that_attend_what_others_selected() -> None:
+    config, model = {"algorithm": "dsa", "page_size": 1}, tiny_model("glm_moe_dsa")
+    resolve(model=model, config=config)
+    for flags, more, got in (
+        ((), {"dense_layers": [0]}, "dense_layers: [0]"),
+        (("--pp-size", "2"), {}, "--pp-size 2"),
+    ):
+        message = refusal(*flags, model=model, config=config | more)
+        assert f"{got} is given, and layers of GlmMoeDsaForCausalLM attend what others" in message
 
 
 LONGROPE = {

@@ -135,7 +135,12 @@ _SHAPES |= {
     },
     "glm4_moe_lite": _SHAPE | _MLA | {"q_lora_rank": 96, "pad_token_id": 0},
     # SGLang reads how an indexer rotates; transformers always interleaves.
-    "glm_moe_dsa": _SHAPES["deepseek_v32"] | {"pad_token_id": 0, "indexer_rope_interleave": True},
+    "glm_moe_dsa": _SHAPES["deepseek_v32"]
+    | {
+        "pad_token_id": 0,
+        "indexer_rope_interleave": True,
+        "indexer_types": ["full", "shared", "full"],
+    },
     "qwen3_next": _SHAPE
     | _EXPERTS
     | _LINEAR
@@ -258,7 +263,7 @@ _HEADS = {"gemma3": "Gemma3", "qwen4_exp": "Qwen4Exp", "minimax_m3": "MiniMaxM3V
 _WEIGHTS = {"minimax_m3": (".indexer.", ".index_")}
 
 #: Counted up when the weights change, so that no old folder is taken.
-_VERSION = 4
+_VERSION = 5
 
 
 def _cache() -> Path:

@@ -36,8 +36,8 @@ class LatentFP8(LatentFormat):
     @property
     def dense_token_bytes(self) -> int:
         # SGLang stores those of DeepSeek-V3.2 in the same bytes, and only codes of others.
-        indexed, layers = self.kv.num_indexers, self.kv.num_layers
-        return indexed * self.row.num_bytes + (layers - indexed) * self.row.width
+        width = self.row.num_bytes if self.kv.num_indexers else self.row.width
+        return self.kv.num_layers * width
 
     def encode(self, k: Tensor, v: Tensor) -> StoredKV:
         return self.join([encode_latents(k, self.row)])

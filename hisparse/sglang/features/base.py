@@ -294,15 +294,29 @@ def asks_indexer(feature: str) -> Option:
 def _has_indexer(model_config: Any) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
-    return bool(is_deepseek_dsa(model_config.hf_config))
+    found = is_deepseek_dsa(model_config.hf_config)
+    return bool(found) and _trained(model_config.hf_text_config) is not None
 
 
 def _trained(text: Any) -> Trained | None:
     budget = getattr(text, "index_topk", None)
-    if not (budget and getattr(text, "kv_lora_rank", None)):
+    # SGLang passes sinks beside latents in a way of their own, so such models are not served.
+    sinks = hasattr(text, "learnable_sink_init")
+    if sinks or not (budget and getattr(text, "kv_lora_rank", None)):
         return None
     settings = {"algorithm": "dsa", "page_size": 1, "num_sink_pages": 0, "num_recent_pages": 0}
-    return Trained(settings | {"budget": budget}, text.index_head_dim)
+    return Trained(settings | {"budget": budget}, text.index_head_dim, _unindexed(text))
+
+
+def _unindexed(text: Any) -> tuple[int, ...]:
+    """The layers that attend what the layer before them selected. https://arxiv.org/abs/2603.12201"""
+    kinds = getattr(text, "indexer_types", None) or getattr(text, "index_topk_pattern", None)
+    layers = range(text.num_hidden_layers)
+    if kinds:
+        return tuple(x for x, kind in zip(layers, kinds, strict=False) if kind in ("S", "shared"))
+    every = getattr(text, "index_topk_freq", None) or 1
+    first = getattr(text, "index_skip_topk_offset", None) or 2
+    return tuple(x for x in layers if max(x + 1 - first, 0) % every)
 
 
 #: Models that mix attention with linear attention, convolution or state space layers.

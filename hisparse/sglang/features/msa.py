@@ -49,7 +49,7 @@ def _trained(text: Any) -> Trained | None:
     size = sparse["sparse_block_size"]
     first = -(-sparse.get("sparse_init_tokens", 0) // size)
     local = -(-sparse.get("sparse_local_tokens", 0) // size) + 1
-    layers = enumerate(sparse["sparse_attention_freq"])
+    dense = [x for x, is_sparse in enumerate(sparse["sparse_attention_freq"]) if not is_sparse]
     settings = {
         "algorithm": "msa",
         "page_size": size,
@@ -57,9 +57,9 @@ def _trained(text: Any) -> Trained | None:
         "num_sink_pages": sparse.get("sparse_init_block", first),
         # The page of the newest token is attended in any case.
         "num_recent_pages": sparse.get("sparse_local_block", local) - 1,
-        "dense_layers": [layer for layer, is_sparse in layers if not is_sparse],
+        "dense_layers": dense,
     }
-    return Trained(settings, sparse["sparse_index_dim"])
+    return Trained(settings, sparse["sparse_index_dim"], tuple(dense))
 
 
 def around_is_minimax_sparse(original: Callable[..., bool], config: Any) -> bool:

@@ -66,8 +66,7 @@ def make_step(name: str, device: str) -> DecodeStep:
     )
     kept = Representations(
         cls().representations(policy),
-        num_layers=1,
-        layers=policy.kv.full_layers,
+        kv,
         host_pages=BATCH * PAGES + 1,
         num_slots=BATCH,
         device=torch.device(device),
