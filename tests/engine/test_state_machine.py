@@ -393,5 +393,5 @@ def test_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "quest-reference":
         monkeypatch.setattr(operation, "cpu_library", lambda: None)
     machine = type(name, (Requests,), {"name": name})
-    steps = settings(max_examples=sized(4, 100), stateful_step_count=sized(20, 50))
+    steps = settings(max_examples=sized(4, 70), stateful_step_count=sized(20, 50))
     run_state_machine_as_test(machine, settings=steps)

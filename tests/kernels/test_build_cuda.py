@@ -18,7 +18,7 @@ from hisparse.kernels.build import cuda as _build_cuda
 from hisparse.kernels.build.ahead import build_all
 from hisparse.kernels.build.cache import put
 from hisparse.kernels.operation import OPERATIONS, Place, why_no_triton
-from scripts.compile_cuda import ARCHS, FLAGS, parse
+from scripts.compile_cuda import FLAGS, parse
 from tests.sizes import SWEEPS
 
 ROOT = Path(__file__).parents[2]
@@ -192,8 +192,9 @@ def test_a_library_is_linked_from_objects_and_loads(
 @pytest.mark.skipif(not SWEEPS, reason="takes a minute: make test-all PART=sweeps")
 @pytest.mark.skipif(_build_cuda.find_nvcc() is None, reason="no nvcc")
 def test_every_kernel_compiles_without_warnings_and_spills() -> None:
-    command = [sys.executable, "scripts/compile_cuda.py", *ARCHS]
+    """For one architecture; ``make test-all PART=compile`` has them all."""
+    command = [sys.executable, "scripts/compile_cuda.py", "sm_90"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     kernels = result.stdout.splitlines()[1:]
-    assert len(kernels) == NUM_KERNELS * len(ARCHS)
+    assert len(kernels) == NUM_KERNELS

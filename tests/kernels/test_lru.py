@@ -13,7 +13,7 @@ from tests.kernels.world import World, diff_slots, i32
 from tests.sizes import sized
 
 
-@settings(max_examples=sized(30, 120), deadline=None)
+@settings(max_examples=sized(30, 90), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(1, 6), slots=st.integers(1, 9))
 def test_any_trace_agrees_with_an_ordered_dict(
     impl: str, seed: int, num_rows: int, slots: int
