@@ -13,7 +13,6 @@ from hisparse.cli.terminal import (
     file,
     make_table,
     model,
-    names,
     number,
     numbers,
     print_paragraph,
@@ -21,11 +20,10 @@ from hisparse.cli.terminal import (
     string,
 )
 from hisparse.doctor import provenance
-from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval.record_trace import record_text, tokenizer_of
 from hisparse.options import object_of
 from hisparse.trace.prefix import convert_sglang, write_prefix
-from hisparse.trace.replay import POLICIES, USUAL_BUFFERS, replay_trace
+from hisparse.trace.replay import USUAL_BUFFERS, replay_trace
 from hisparse.units import format_bytes
 
 
@@ -40,8 +38,6 @@ def add_parser(commands: Any) -> None:
     shown = ",".join(map(str, USUAL_BUFFERS))
     text = f"tokens of a row's buffer ({shown}, but those that a selection does not fit)"
     add_flag(replay, "--device-buffer-size", numbers, text)
-    text = f"{', '.join(POLICIES)}, which knows the future and hits most often"
-    add_flag(replay, "--policy", names, text, ["lru"])
     text = "a prefix trace of what SGLang wrote with --export-metrics-to-file"
     convert = add_command(actions, "convert", text, _convert, json=False)
     add_flag(convert, "--out", file, "the trace", required=True)
@@ -96,11 +92,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    policies = list(dict.fromkeys(arguments.policy))
-    for policy in policies:
-        if policy not in POLICIES:
-            raise ConfigError(f"--policy: {unknown_name('policy', policy, POLICIES)}")
-    found = [replay_trace(x, policies, arguments.device_buffer_size) for x in arguments.files]
+    found = [replay_trace(x, arguments.device_buffer_size) for x in arguments.files]
     result = {"command": "trace replay", **provenance.origin(), "traces": found}
     print_result(arguments, result, lambda console: _print_selections(console, found))
     return 0
@@ -126,12 +118,11 @@ def _print_selections(console: Console, found: Sequence[dict[str, Any]]) -> None
         console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
         for name, text in lines.items():
             print_paragraph(console, f"{name:12}{text}", hanging=12)
-        figures = ("buffer", "hits", "read a step")
-        table = make_table("policy", *figures, right=figures)
-        for policy, result in about["policies"].items():
-            columns = (about["buffers"], result["hit_ratio"], result["bytes_per_step"])
-            for tokens, hits, read in zip(*columns, strict=True):
-                table.add_row(policy, f"{tokens:,}", f"{hits:.1%}", format_bytes(round(read)))
+        figures, result = ("buffer", "hits", "read a step"), about["policies"]["lru"]
+        table = make_table(*figures, right=figures)
+        columns = (about["buffers"], result["hit_ratio"], result["bytes_per_step"])
+        for tokens, hits, read in zip(*columns, strict=True):
+            table.add_row(f"{tokens:,}", f"{hits:.1%}", format_bytes(round(read)))
         console.print(table)
     print_paragraph(
         console,

@@ -6,7 +6,7 @@ recent complete pages of its context in the cache, as after a prefill; pages tha
 between two selections enter it as the hottest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ from hisparse.trace.reader import Selections, SelectionTrace
 USUAL_BUFFERS = [2048, 4096, 8192]
 
 
-def replay_hits(trace: SelectionTrace, policy: str, buffers: Sequence[int]) -> dict[str, list[Any]]:
+def replay_hits(trace: SelectionTrace, buffers: Sequence[int]) -> dict[str, list[Any]]:
     """Replay a trace through buffers of N sizes.
 
     Args:
         trace: the trace.
-        policy: one of ``POLICIES``.
         buffers: tokens of a row's buffer, each enough for the longest selection.
 
     Returns:
@@ -38,7 +37,7 @@ def replay_hits(trace: SelectionTrace, policy: str, buffers: Sequence[int]) -> d
     selected = np.zeros((len(header.layers), 1), np.int64)
     for at, layer in enumerate(header.layers):
         selections = trace.selections(layer)
-        hits[at] = count_hits(selections, policy, sizes).sum(axis=0)
+        hits[at] = count_hits(selections, sizes).sum(axis=0)
         selected[at] = len(selections.pages)
     # A missing page is read in each layer that attends the selection.
     read = (selected - hits) * (header.page_bytes * np.array(header.attended_by)[:, None])
@@ -50,24 +49,22 @@ def replay_hits(trace: SelectionTrace, policy: str, buffers: Sequence[int]) -> d
     }
 
 
-def count_hits(selections: Selections, policy: str, sizes: Sequence[int]) -> np.ndarray:
-    """Count the hits of a replacement policy in caches of several sizes.
+def count_hits(selections: Selections, sizes: Sequence[int]) -> np.ndarray:
+    """Count the hits of caches of several sizes, which evict the coldest pages.
 
     Args:
         selections: the selections.
-        policy: one of ``POLICIES``.
         sizes: pages of each cache, at least those of the longest selection.
 
     Returns:
         ``[S, len(sizes)] int64``, selected pages that were in the cache.
     """
     streams = range(len(selections.streams) - 1)
-    run = POLICIES[policy]
-    return np.array([[run(selections, x, size) for size in sizes] for x in streams], np.int64)
+    return np.array([[_hits(selections, x, size) for size in sizes] for x in streams], np.int64)
 
 
-def _lru(selections: Selections, stream: int, size: int) -> int:
-    """Evict the coldest pages: the exact order of ``diff_tables``."""
+def _hits(selections: Selections, stream: int, size: int) -> int:
+    """Hits of a stream in the exact order of ``diff_tables``."""
     order = np.empty(0, np.int64)  # The coldest first.
     chosen, held = np.zeros((2, selections.num_pages), bool)
     hits = 0
@@ -81,41 +78,6 @@ def _lru(selections: Selections, stream: int, size: int) -> int:
         hits += len(pages) - len(misses)
         chosen[pages] = False
     return hits
-
-
-def _belady(selections: Selections, stream: int, size: int) -> int:
-    """Evict the page that is selected last of all, so that no policy hits more often."""
-    steps = list(selections.steps(stream))
-    chosen, held = np.zeros((2, selections.num_pages), bool)
-    # Of each page, the step that selects it next; after all steps: none does.
-    upcoming = np.full(selections.num_pages, len(steps))
-    later = []
-    for at, (pages, _) in reversed(list(enumerate(steps))):
-        later.append(upcoming[pages])
-        upcoming[pages] = at
-
-    def evict(count: int) -> None:
-        if count > 0:
-            spare = np.flatnonzero(held & ~chosen)
-            # Of pages that are selected in the same step, the last one goes first.
-            rank = upcoming[spare] * len(held) + spare
-            held[spare[rank.argpartition(-count)[-count:]]] = False
-
-    hits = 0
-    for at, (pages, completed) in enumerate(steps):
-        for page in completed[-size:] if at == 0 else completed:
-            evict(held.sum() - size + (not held[page]))
-            held[page] = True
-        hits += int(held[pages].sum())
-        chosen[pages] = True
-        evict((held | chosen).sum() - size)
-        held[pages] = True
-        chosen[pages], upcoming[pages] = False, later.pop()
-    return hits
-
-
-#: Replacement policies by name: the hits of a stream in a cache of a size.
-POLICIES: dict[str, Callable[[Selections, int, int], int]] = {"lru": _lru, "belady": _belady}
 
 
 def adjacent_overlap(trace: SelectionTrace) -> list[float | None]:
@@ -170,14 +132,11 @@ def describe(file: Path, trace: SelectionTrace) -> dict[str, Any]:
     }
 
 
-def replay_trace(
-    file: Path, policies: Sequence[str], given: Sequence[int] | None
-) -> dict[str, Any]:
-    """Replay a trace: what it holds, and hit ratios and bytes by policy and buffer.
+def replay_trace(file: Path, given: Sequence[int] | None) -> dict[str, Any]:
+    """Replay a trace: what it holds, and hit ratios and bytes by buffer.
 
     Args:
         file: the trace.
-        policies: of ``POLICIES``.
         given: tokens of the buffers; None: the usual ones that hold the longest selection, or as
             many tokens as that has.
 
@@ -198,5 +157,5 @@ def replay_trace(
             "adjacent_overlap": sum(known) / len(known) if known else None,
             "adjacent_overlap_by_layer": by_layer,
             "buffers": buffers,
-            "policies": {policy: replay_hits(trace, policy, buffers) for policy in policies},
+            "policies": {"lru": replay_hits(trace, buffers)},
         }

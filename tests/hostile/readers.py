@@ -93,7 +93,7 @@ def _trace(folder: Path) -> Reader:
     def read(path: Path) -> None:
         with SelectionTrace(path) as trace:
             adjacent_overlap(trace)
-            replay_hits(trace, "lru", [least_buffer(trace)])
+            replay_hits(trace, [least_buffer(trace)])
 
     # Not every change must be refused: a file that ends early is that of a killed process.
     return _reader("trace", content, read)

@@ -62,7 +62,7 @@ def test_overlap_hits_and_bytes_of_a_known_trace(tmp_path: Path) -> None:
         assert np.allclose(adjacent_overlap(trace), 5 / 7)
         assert trace.layer(1).lengths.shape == (100, 2)
         one, whole = 7 * 16, 1 << 20
-        hits = replay_hits(trace, "lru", [one, whole])
+        hits = replay_hits(trace, [one, whole])
         selected = 2 * 2 * 700  # Two layers of two heads.
         # A buffer of one selection hits what the step before selected; the first step has none.
         assert hits["hit_ratio"] == [pytest.approx(5 / 7 * 49 / 50, abs=0.01), 1.0]

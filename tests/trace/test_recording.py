@@ -99,7 +99,7 @@ def test_replay_counts_what_the_engine_counted(tmp_path: Path) -> None:
     close(sim)
     stats = sim.coordinator.stats()
     with SelectionTrace(path) as trace:
-        found = replay_hits(trace, "lru", [size])
+        found = replay_hits(trace, [size])
         assert found["hits"] == [stats.hit_pages]
         assert found["hit_ratio"] == [stats.hit_pages / (stats.hit_pages + stats.miss_pages)]
 
