@@ -17,6 +17,7 @@ from hisparse.units import parse_memory
 if TYPE_CHECKING:
     from hisparse.kvcm.server import Ports
 
+_MODULES = ("grpc", "grpc_tools", "prometheus_client", "starlette", "uvicorn")
 _PORT = Values(int, "a port", "PORT", lambda x: 0 <= x < 1 << 16, several=False)
 _HOST, _ROOT, _CAPACITY = "127.0.0.1", "/data/nfs/", "30GB"
 #: Name of the flag, default, and what listens.
@@ -44,10 +45,16 @@ def add_parser(commands: Any) -> None:
     add_flag(parser, "--host", string, "address to listen on", _HOST, metavar="ADDRESS")
     for name, port, text in _PORTS:
         add_flag(parser, f"--{name}-port", _PORT, text, port)
+    add_flag(parser, "--tls-cert", file, "PEM file of a certificate: all ports are encrypted")
+    add_flag(parser, "--tls-key", file, "PEM file of its key")
+    text = "administrators need an account (add one with ROLE_ADMIN before)"
+    parser.add_argument("--login", action="store_true", help=text)
+    text = "serve DebugService, too: HTTP 3000 above that of engines, gRPC of administrators"
+    parser.add_argument("--debug-service", action="store_true", help=text)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    missing = [x for x in ("grpc", "grpc_tools", "starlette", "uvicorn") if not _is_there(x)]
+    missing = [x for x in _MODULES if importlib.util.find_spec(x) is None]
     if missing:
         raise ConfigError(f"kvcm: got no {missing[0]}, expected pip install 'hisparse[kvcm]'")
     from hisparse.kvcm.server import Ports, serve
@@ -58,22 +65,22 @@ def _serve(arguments: argparse.Namespace) -> int:
     else:
         capacity = parse_memory("--capacity", arguments.capacity)
         startup = default_startup(Path(arguments.root).absolute(), int(capacity))
+    certificate, key = arguments.tls_cert, arguments.tls_key
+    if (certificate is None) != (key is None):
+        raise ConfigError("--tls-cert and --tls-key: got one of them, expected both or none")
+    if arguments.login and not arguments.store:
+        raise ConfigError("--login: got no --store, expected one that has accounts")
+    debug_http = arguments.http_port and arguments.http_port + 3000
     ports = Ports(
         arguments.host, arguments.rpc_port, arguments.http_port, arguments.admin_rpc_port,
-        arguments.admin_http_port,
+        arguments.admin_http_port, debug_http if arguments.debug_service else None,
+        None if certificate is None else (str(certificate), str(key)), arguments.login,
     )  # fmt: skip
     if not arguments.host.startswith("127.") and arguments.host not in ("::1", "localhost"):
-        print(
-            f"kvcm: who reaches {arguments.host} may read, write and administer: there are no "
-            "passwords yet",
-            file=sys.stderr,
-        )
+        may = "read and write" if arguments.login else "read, write and administer (see --login)"
+        print(f"kvcm: who reaches {arguments.host} may {may}", file=sys.stderr)
     asyncio.run(serve(arguments.store, startup, ports, _print_ports))
     return 0
-
-
-def _is_there(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def _print_ports(ports: Ports) -> None:

@@ -1,4 +1,4 @@
-"""Administration: storages, groups of instances, instances."""
+"""Administration: storages, groups of instances, instances, accounts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any, Final
 
 from hisparse.errors import quoted
+from hisparse.kvcm.accounts import make_account
 from hisparse.kvcm.blocks import AT_ONCE, end_session, trim
 from hisparse.kvcm.state import Group, Instance, State
 from hisparse.kvcm.storages import Storage, check_part
@@ -46,11 +47,14 @@ class Registry:
 
     Args:
         state: to change.
+
+    Attributes:
+        lock: of who changes it.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
 
     # -- Storages ---------------------------------------------------------------------------
 
@@ -63,7 +67,7 @@ class Registry:
 
     async def add_storage(self, config: Any) -> None:
         """Add a storage, which is available at once."""
-        async with self._lock:
+        async with self.lock:
             name = config.global_unique_name
             if name in self._state.storages:
                 raise _failed(f"storage {quoted(name)}: got one that exists, expected a new name")
@@ -73,44 +77,49 @@ class Registry:
         await self._state.writer.write({storage.number: storage.record()})
         self._state.storages[storage.name] = storage
 
-    async def set_available(self, name: str, available: bool) -> None:
+    async def enable(self, name: str, enabled: bool) -> None:
         """Show a storage's blocks and write to it, or neither."""
-        async with self._lock:
+        async with self.lock:
             storage = self.storage(name)
-            before, storage.available = storage.available, available
+            before, storage.enabled = storage.enabled, enabled
             try:
                 await self._state.writer.write({storage.number: storage.record()})
             except OSError:
-                storage.available = before
+                storage.enabled = before
                 raise
 
     async def remove_storage(self, name: str) -> None:
         """Forget a storage and its blocks; its files stay."""
-        async with self._lock:
+        async with self.lock:
             storage = self.storage(name)
-            storage.available = False
+            storage.enabled = False
             await self._forget_blocks(storage)
             await self._state.writer.write({storage.number: None})
             del self._state.storages[name]
 
     async def update_storage(self, config: Any, force: bool) -> None:
         """Replace a storage's configuration. If it has blocks, only force moves its root."""
-        async with self._lock:
+        async with self.lock:
             old = self.storage(config.global_unique_name)
-            new = Storage(old.number, config, old.available)
-            holds = any(x.blocks.get(old) for x in self._state.instances.values())
-            moves = (new.scheme, new.root) != (old.scheme, old.root)
-            if moves and holds and not force:
-                text = "got another root and blocks below the old one, expected force_update"
-                raise _failed(f"storage {quoted(old.name)}: {text}")
-            old.available = False  # No write begins below the old root.
+            new = Storage(old.number, config, old.enabled)
+            moves = force and old.moves_to(new)
+            if not force:
+                self.check_move(old, new)
+            old.enabled = False  # No write begins below the old root.
             try:
                 if moves:
                     await self._forget_blocks(old)
                 await self._state.writer.write({old.number: new.record()})
                 old.configure(config)
             finally:
-                old.available = new.available
+                old.enabled = new.enabled
+
+    def check_move(self, old: Storage, new: Storage) -> None:
+        """Refuse another root for a storage that has blocks."""
+        holds = any(x.blocks.get(old) for x in self._state.instances.values())
+        if holds and old.moves_to(new):
+            text = "got another root and blocks below the old one, expected force_update"
+            raise _failed(f"storage {quoted(old.name)}: {text}")
 
     async def _forget_blocks(self, storage: Storage) -> None:
         state = self._state
@@ -141,7 +150,7 @@ class Registry:
     async def create_group(self, config: Any) -> None:
         """Add a group of instances."""
         check_group(config)
-        async with self._lock:
+        async with self.lock:
             if config.name in self._state.groups:
                 text = "got one that exists, expected a new name"
                 raise _failed(f"instance group {quoted(config.name)}: {text}")
@@ -152,7 +161,7 @@ class Registry:
     async def update_group(self, config: Any, current_version: int) -> None:
         """Replace a group's configuration, if nobody did so in between."""
         check_group(config)
-        async with self._lock:
+        async with self.lock:
             group = self.group(config.name)
             version = group.config.version
             if current_version != version:
@@ -164,7 +173,7 @@ class Registry:
 
     async def remove_group(self, name: str) -> None:
         """Remove a group without instances."""
-        async with self._lock:
+        async with self.lock:
             group = self.group(name)
             used = [x.id for x in self._state.instances.values() if x.group is group]
             if used:
@@ -178,17 +187,38 @@ class Registry:
     async def register(self, request: Any) -> Instance:
         """Add an instance, or find the one of this id if it is the same."""
         info = instance_info(request)
-        async with self._lock:
+        async with self.lock:
             known = self._state.instances.get(info.instance_id)
             group = self.group(info.instance_group_name)
             if known is not None:
-                _check_same(known.info, info)
+                check_same(known.info, info)
                 return known
             info.quota_group_name = group.config.global_quota_group_name
             instance = Instance(self._state.new_number(), info, group)
             await self._state.writer.write({instance.number: instance.record()})
             self._state.instances[info.instance_id] = instance
             return instance
+
+    # -- Accounts ---------------------------------------------------------------------------
+
+    async def add_account(self, request: Any) -> None:
+        """Add an account."""
+        async with self.lock:
+            if request.user_name in self._state.accounts:
+                text = "got one that exists, expected a new name"
+                raise _failed(f"account {quoted(request.user_name)}: {text}")
+            account = await make_account(self._state.new_number(), request)
+            await self._state.writer.write({account.number: account.record()})
+            self._state.accounts[account.name] = account
+
+    async def delete_account(self, name: str) -> None:
+        """Delete an account; it is logged out at once."""
+        async with self.lock:
+            account = self._state.accounts.get(name)
+            if account is None:
+                raise _failed(f"account: got {quoted(name)}, expected one of those listed")
+            await self._state.writer.write({account.number: None})
+            del self._state.accounts[name]
 
     def instance(self, name: str) -> Instance:
         """An instance that there is; else INSTANCE_NOT_EXIST."""
@@ -201,7 +231,7 @@ class Registry:
 
     async def remove_instance(self, group: str, name: str) -> None:
         """Remove an instance, its writes and its blocks."""
-        async with self._lock:
+        async with self.lock:
             instance = self.instance(name)
             if group and group != instance.group.config.name:
                 raise _failed(f"instance_group: got {quoted(group)}, expected the instance's")
@@ -280,7 +310,13 @@ def instance_info(request: Any) -> Any:
     return info
 
 
-def _check_same(known: Any, new: Any) -> None:
+def check_same(known: Any, new: Any) -> None:
+    """Refuse to register an instance in another way than before.
+
+    Raises:
+        ServiceError: DUPLICATE_ENTITY.
+    """
+
     def compared(info: Any) -> Any:
         copy = PROTO.InstanceInfo()
         copy.CopyFrom(info)

@@ -1,4 +1,4 @@
-"""Both services over gRPC and HTTP, and the work in the background.
+"""The services over gRPC and HTTP.
 
 One thread runs all requests, so each sees and changes the state as if it were alone until it waits
 for the store.
@@ -9,51 +9,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
-import re
+import secrets
 import signal
 import socket
-import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from hisparse.errors import ConfigError, one_line
-from hisparse.kvcm.blocks import delete_due, expire_sessions
-from hisparse.kvcm.reclaim import reclaim
-from hisparse.kvcm.registry import Registry
-from hisparse.kvcm.services import AdminService, MetaService
-from hisparse.kvcm.state import Group, State, restore
-from hisparse.kvcm.storages import Storage
+from hisparse.kvcm.dispatch import Call, Dispatcher, Gate
+from hisparse.kvcm.election import Node
+from hisparse.kvcm.metrics import Exporter
 from hisparse.kvcm.store import open_store
-from hisparse.kvcm.wire import (
-    METHODS,
-    Method,
-    ServiceError,
-    read_json,
-    write_json,
-)
+from hisparse.kvcm.wire import METHODS, Method, ServiceError, read_json, write_json
 
-_LOG: Final = logging.getLogger(__name__)
 #: Bytes of a request. Its lists have limits of their own.
 MAX_BODY: Final = 32 << 20
 #: Bytes of a JSON body that is read, or blocks of a response that is written, in a thread.
 _LARGE_BODY, _LARGE_RESPONSE = 1 << 16, 256
-#: Seconds between two looks for work in the background.
-_PERIOD_S: Final = 0.05
-_ANY_NODE: Final = {"CheckHealth", "GetMetrics"}  # Methods that ask no store.
-#: Codes that AdminService has; others are INTERNAL_ERROR there, as clients expect.
-_ADMIN_CODES: Final = {"OK", "UNSUPPORTED", "INVALID_ARGUMENT", "SERVER_NOT_LEADER"}
-
-Call = Callable[[Any], Awaitable[Any]]
+#: Who is refused, as HTTP and gRPC say it.
+_REFUSED: Final = {401: grpc.StatusCode.UNAUTHENTICATED, 403: grpc.StatusCode.PERMISSION_DENIED}
 
 
 @dataclass(frozen=True)
@@ -66,6 +51,9 @@ class Ports:
         http: HTTP of MetaService.
         admin_rpc: gRPC of AdminService.
         admin_http: HTTP of AdminService.
+        debug_http: HTTP of DebugService, whose gRPC is on the port of AdminService's; None: off.
+        tls: files of the certificate and of its key, PEM; None: the ports are not encrypted.
+        login: whether administrators need an account.
     """
 
     host: str = "127.0.0.1"
@@ -73,91 +61,41 @@ class Ports:
     http: int = 6382
     admin_rpc: int = 6491
     admin_http: int = 6492
+    debug_http: int | None = None
+    tls: tuple[str, str] | None = None
+    login: bool = False
 
 
-class Dispatcher:
-    """Calls the functions of both services.
-
-    Args:
-        state: of the manager.
-    """
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._running: set[asyncio.Task[Any]] = set()
-        registry = Registry(state)
-        self._services = {
-            "meta": MetaService(state, registry),
-            "admin": AdminService(state, registry),
-        }
-
-    def bind(self, method: Method) -> Call:
-        """A function from a request to its response, which never raises.
-
-        What has begun goes on when the client is gone: the state and the store stay alike.
-        """
-        name = re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
-        function = getattr(self._services[method.service], name, None)
-
-        async def call(request: Any) -> Any:
-            task = asyncio.create_task(self._call(method, function, request))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            return await asyncio.shield(task)
-
-        return call
-
-    async def drain(self) -> None:
-        """Return when no request runs."""
-        while self._running:
-            await asyncio.wait(self._running)
-
-    async def _call(self, method: Method, function: Any, request: Any) -> Any:
-        begin = time.perf_counter()
-        response = method.response()
-        code, message = "OK", ""
-        try:
-            if (lost := self._state.writer.lost) and method.name not in _ANY_NODE:
-                raise ServiceError("SERVER_NOT_LEADER", lost)
-            if function is None:
-                raise ServiceError("UNSUPPORTED", f"{method.name}: expected a method that is built")
-            await function(request, response)
-        except ServiceError as error:
-            code, message = error.code, str(error)
-        except OSError as error:
-            code, message = "INTERNAL_ERROR", one_line(error)
-        except Exception as error:
-            _LOG.exception("%s failed", method.name)
-            code, message = "INTERNAL_ERROR", one_line(error)
-        if method.service == "admin" and code not in _ADMIN_CODES:
-            code = "INTERNAL_ERROR"
-        if code != "OK":
-            response = method.response()
-        status = response.header.status
-        status.code = status.DESCRIPTOR.fields_by_name["code"].enum_type.values_by_name[code].number
-        status.message = message
-        if method.service == "meta":
-            response.header.tracer_result = ""
-        response.header.request_id = f"{request.trace_id}_{time.time_ns() // 1000}"
-        self._count(method.name, code, (time.perf_counter() - begin) * 1e6)
-        return response
-
-    def _count(self, name: str, code: str, microseconds: float) -> None:
-        counters = self._state.counters
-        counters["service.query_counter", name] += 1
-        counters["service.error_counter", name] += code != "OK"
-        self._state.gauges["service.query_rt_us", name] = microseconds
-
-
-def _http_app(calls: dict[str, tuple[Method, Call]]) -> Starlette:
+def _http_app(
+    calls: dict[str, tuple[Method, Call]], gate: Gate | None, exporter: Exporter | None
+) -> Starlette:
     """The application of a port.
 
     Args:
         calls: by path.
+        gate: asks administrators for their account.
+        exporter: shows the metrics, too.
     """
+
+    async def refuse(request: Request, method: str) -> Response | None:
+        if gate is None:
+            return None
+        status = await gate.refuse(method, request.headers.get("authorization", ""))
+        if not status:
+            return None
+        header = {"WWW-Authenticate": 'Basic realm="kvcm"'} if status == 401 else {}
+        return Response(b"{}", status, header, "application/json")
+
+    async def show_metrics(request: Request) -> Response:
+        refused = await refuse(request, "GetMetrics")
+        if refused is not None or exporter is None:
+            return refused or _json(404, b"{}")
+        return Response(exporter.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def answer(request: Request) -> Response:
         method, call = calls[request.url.path]
+        if method.service != "meta" and (refused := await refuse(request, method.name)):
+            return refused
         body = bytearray()
         try:
             async for chunk in request.stream():
@@ -179,7 +117,8 @@ def _http_app(calls: dict[str, tuple[Method, Call]]) -> Starlette:
             return _json(200, write_json(response))
         return _json(200, await asyncio.to_thread(write_json, response))
 
-    return Starlette(routes=[Route(path, answer, methods=["POST"]) for path in calls])
+    routes = [Route(path, answer, methods=["POST"]) for path in calls]
+    return Starlette(routes=[*routes, Route("/metrics", show_metrics, methods=["GET"])])
 
 
 def _json(status: int, body: bytes) -> Response:
@@ -194,15 +133,21 @@ class _HTTPServer(uvicorn.Server):
         yield
 
 
-def _grpc_handlers(calls: dict[str, tuple[Method, Call]]) -> Any:
+def _grpc_handlers(calls: dict[str, tuple[Method, Call]], gate: Gate | None) -> Any:
     """The handler of one service.
 
     Args:
         calls: by name of the method.
+        gate: asks administrators for their account.
     """
 
     def handler(method: Method, call: Call) -> Any:
-        async def answer(request: Any, _: Any) -> Any:
+        async def answer(request: Any, context: Any) -> Any:
+            if gate is not None and method.service != "meta":
+                told = dict(context.invocation_metadata() or ())
+                refused = await gate.refuse(method.name, str(told.get("authorization", "")))
+                if refused:
+                    await context.abort(_REFUSED[refused], f"{method.name}: got no such account")
             return await call(request)
 
         return grpc.unary_unary_rpc_method_handler(
@@ -241,43 +186,48 @@ class Server:
     """A manager that listens.
 
     Args:
-        state: of the manager.
+        node: the manager.
         ports: where to listen.
     """
 
-    def __init__(self, state: State, ports: Ports) -> None:
-        self._state = state
+    def __init__(self, node: Node, ports: Ports) -> None:
+        self._node = node
         self._ports = ports
         self._grpc: list[Any] = []
         self._http: list[uvicorn.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._dispatcher = dispatcher = Dispatcher(state)
+        self._gate = Gate(node) if ports.login else None
+        dispatcher = Dispatcher(node)
         self._calls = {
             service: [(method, dispatcher.bind(method)) for method in methods]
             for service, methods in METHODS.items()
         }
 
     async def start(self) -> Ports:
-        """Listen, and begin the work in the background.
+        """Listen.
 
         Returns:
             The ports; those that were 0 have a number.
 
         Raises:
-            ConfigError: a port is taken.
+            ConfigError: a port is taken, or the certificate is none.
         """
         ports, found = self._ports, dict[str, int]()
+        if ports.tls is not None:
+            _check_certificate(*ports.tls)
+        debug = () if ports.debug_http is None else ("debug",)
         for port, services in _share(ports.rpc, ports.admin_rpc):
-            bound = await self._start_grpc(port, services)
+            bound = await self._start_grpc(port, services + debug * ("admin" in services))
             found |= {f"{service}_rpc": bound for service in services}
-        for port, services in _share(ports.http, ports.admin_http):
-            bound = await self._start_http(port, services)
+        http = _share(ports.http, ports.admin_http)
+        if ports.debug_http is not None:
+            http.append((ports.debug_http, debug))
+        for port, services in http:
+            bound = self._start_http(port, services)
             found |= {f"{service}_http": bound for service in services}
-        for work in (expire_sessions, delete_due, reclaim):
-            self._tasks.append(asyncio.create_task(_repeat(work, self._state)))
-        return Ports(
-            ports.host, found["meta_rpc"], found["meta_http"], found["admin_rpc"],
-            found["admin_http"],
+        return replace(
+            ports, rpc=found["meta_rpc"], http=found["meta_http"], admin_rpc=found["admin_rpc"],
+            admin_http=found["admin_http"], debug_http=found.get("debug_http"),
         )  # fmt: skip
 
     async def _start_grpc(self, port: int, services: tuple[str, ...]) -> int:
@@ -285,26 +235,35 @@ class Server:
                    ("grpc.max_send_message_length", -1)]  # fmt: skip
         server = grpc.aio.server(options=options)
         for service in services:
-            handler = _grpc_handlers({x.name: (x, call) for x, call in self._calls[service]})
-            server.add_generic_rpc_handlers((handler,))
+            calls = {x.name: (x, call) for x, call in self._calls[service]}
+            server.add_generic_rpc_handlers((_grpc_handlers(calls, self._gate),))
         host = self._ports.host
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            bound: int = server.add_insecure_port(address)
+            bound: int
+            if self._ports.tls is None:
+                bound = server.add_insecure_port(address)
+            else:
+                certificate, key = (Path(x).read_bytes() for x in self._ports.tls)
+                credentials = grpc.ssl_server_credentials([(key, certificate)])
+                bound = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise _port_error(host, port, error) from None
         await server.start()
         self._grpc.append(server)
         return bound
 
-    async def _start_http(self, port: int, services: tuple[str, ...]) -> int:
+    def _start_http(self, port: int, services: tuple[str, ...]) -> int:
         calls: dict[str, tuple[Method, Call]] = {}
         for service in reversed(services):
             calls |= {method.http_path: (method, call) for method, call in self._calls[service]}
         listening = _listen(self._ports.host, port)
+        exporter = Exporter(self._node) if "admin" in services else None
+        certificate, key = self._ports.tls or (None, None)
         config = uvicorn.Config(
-            _http_app(calls), lifespan="off", log_config=None, access_log=False, ws="none",
-            timeout_graceful_shutdown=1,
+            _http_app(calls, self._gate, exporter), lifespan="off", log_config=None,
+            access_log=False, ws="none", timeout_graceful_shutdown=1, ssl_certfile=certificate,
+            ssl_keyfile=key,
         )  # fmt: skip
         server = _HTTPServer(config)
         self._http.append(server)
@@ -318,29 +277,16 @@ class Server:
             server.should_exit = True
         for server in self._grpc:
             await server.stop(grace=1)
-        serving, working = self._tasks[: len(self._http)], self._tasks[len(self._http) :]
-        await asyncio.gather(*serving, return_exceptions=True)
-        await self._dispatcher.drain()
-        for task in working:
-            task.cancel()
-        await asyncio.gather(*working, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def _repeat(work: Callable[[State], Awaitable[None]], state: State) -> None:
-    while True:
-        try:
-            await work(state)
-        except OSError as error:
-            _LOG.error("%s: %s", work.__name__, one_line(error))
-        except Exception:
-            _LOG.exception("%s failed", work.__name__)
-        await asyncio.sleep(_PERIOD_S)
-
-
-def _has(state: State, storage: Any, config: Any) -> bool:
-    """Whether a restored state has this configuration."""
-    known, group = state.storages.get(storage.global_unique_name), state.groups.get(config.name)
-    return bool(known and group and known.config == storage and group.config == config)
+def _check_certificate(certificate: str, key: str) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        text = f"tls: got {certificate} and {key}, expected PEM files of a certificate and its key"
+        raise ConfigError(f"{text}: {one_line(error)}") from None
 
 
 async def serve(
@@ -350,52 +296,39 @@ async def serve(
 
     Args:
         place: of its records, as :func:`~hisparse.kvcm.store.open_store` takes it.
-        startup: ``StorageConfig`` and ``InstanceGroup`` of a manager that has neither yet.
+        startup: ``StorageConfig`` and ``InstanceGroup`` of managers that have neither yet.
         ports: where to listen.
-        on_start: told of the ports once all listen.
+        on_start: told of the ports once all listen, and the manager leads or waits.
 
     Raises:
-        ConfigError: the store cannot be opened, or a port is taken.
+        ConfigError: the store cannot be opened, a port is taken, or the certificate is none.
     """
-    with _few_collections():
-        state = restore(open_store(place))
-        gc.freeze()
-        await _serve(state, startup, ports, on_start)
-
-
-@contextlib.contextmanager
-def _few_collections() -> Iterator[None]:
-    """Millions of blocks in no cycle: a full collection would take a second."""
+    node = Node(open_store(place), startup)
+    server = Server(node, ports)
+    running = None
     thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 1000)
+    gc.set_threshold(100_000, 50, 1000)  # A full one would take a second, and find nothing.
     try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)
-
-
-async def _serve(
-    state: State, startup: tuple[Any, Any], ports: Ports, on_start: Callable[[Ports], None]
-) -> None:
-    server = Server(state, ports)
-    try:
-        if not state.storages and not state.groups:
-            storage, config = startup
-            found = Storage(state.new_number(), storage, True)
-            group = Group(state.new_number(), config)
-            await state.writer.write({found.number: found.record(), group.number: group.record()})
-            state.storages[found.name], state.groups[config.name] = found, group
-        elif not _has(state, *startup):
-            text = "the store has other storages or groups than the command line says; they count"
-            print(f"kvcm: {text}", file=sys.stderr)
+        bound = await server.start()
+        node.name = f"{_address(ports.host)}:{bound.admin_http}_{secrets.token_hex(8)}"
+        await node.campaign()
+        running = asyncio.create_task(node.run())
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        on_start(await server.start())
+        on_start(bound)
         await ended.wait()
     except ServiceError as error:
         raise ConfigError(str(error)) from None
     finally:
         await server.stop()
-        state.writer.close()
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        await node.step_down()
+        gc.set_threshold(*thresholds)
+
+
+def _address(host: str) -> str:
+    """Where others reach a manager that listens at a host."""
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host

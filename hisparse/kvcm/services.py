@@ -1,4 +1,4 @@
-"""What each method of both services does with a request; a method without a function is not built.
+"""What each method of MetaService and AdminService does with a request.
 
 Names of functions are those of the methods in snake_case. Each fills the response; an error is
 raised.
@@ -7,21 +7,28 @@ raised.
 from __future__ import annotations
 
 import json
+import logging
+import sys
 import time
 from collections.abc import Iterable
 from typing import Any
 
+from hisparse.errors import quoted
 from hisparse.kvcm import cache
 from hisparse.kvcm.blocks import begin_session, remove_blocks, trim
+from hisparse.kvcm.election import Node
 from hisparse.kvcm.metrics import metrics
 from hisparse.kvcm.registry import Registry, invalid, require
+from hisparse.kvcm.snapshots import load_snapshot, take_snapshot
 from hisparse.kvcm.state import STATUS_NAMES, Block, Instance, State
 from hisparse.kvcm.storages import describe
 from hisparse.kvcm.wire import PROTO, ServiceError
 
 _QUERY = PROTO.QueryType
 _TRIM = PROTO.TrimStrategy
-_LEVELS = {"debug": "DEBUG", "info": "INFO", "warn": "WARNING", "error": "ERROR"}
+_LEVELS = ("DEBUG", "INFO", "WARN", "ERROR", "FATAL")
+_PACKAGE = "hisparse.kvcm"
+_MAX_DELAY_MS = 86_400_000
 
 
 def _add_locations(
@@ -49,13 +56,21 @@ class _Common:
     """What both services have.
 
     Args:
-        state: of the manager.
-        registry: changes its configuration.
+        node: the manager. Methods that need its state are called only while it leads.
     """
 
-    def __init__(self, state: State, registry: Registry) -> None:
-        self._state = state
-        self._registry = registry
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @property
+    def _state(self) -> State:
+        assert self._node.state is not None
+        return self._node.state
+
+    @property
+    def _registry(self) -> Registry:
+        assert self._node.registry is not None
+        return self._node.registry
 
     async def register_instance(self, request: Any, response: Any) -> None:
         await self._registry.register(request)
@@ -110,8 +125,11 @@ class MetaService(_Common):
         instance = self._registry.instance(request.instance_id)
         keys = await cache.keys_of(request, instance)
         blocks: list[Block | None]
+        asked = len(keys)
         if request.query_type == _QUERY["QT_PREFIX_MATCH"]:
             blocks = [*cache.prefix_match(instance, keys, request.block_mask)]
+            if request.HasField("block_mask"):
+                asked -= sum(cache.masked(request.block_mask, asked))
             self._state.gauges["manager.prefix_match_len", ""] = float(len(blocks))
         elif request.query_type == _QUERY["QT_BATCH_GET"]:
             blocks = cache.batch_get(instance, keys)
@@ -121,6 +139,8 @@ class MetaService(_Common):
             choices = ", ".join(name for name, number in _QUERY.items() if number)
             raise invalid(f"query_type: got {request.query_type}, expected one of: {choices}")
         self._state.gauges["manager.request_key_count", ""] = float(len(keys))
+        self._state.counters["manager.query_key_counter", ""] += asked
+        self._state.counters["manager.hit_key_counter", ""] += sum(map(bool, blocks))
         _add_locations(response.locations, blocks, instance, request.location_spec_names)
 
     async def start_write_cache(self, request: Any, response: Any) -> None:
@@ -164,11 +184,11 @@ class AdminService(_Common):
 
     async def enable_storage(self, request: Any, response: Any) -> None:
         require(request, "storage_unique_name")
-        await self._registry.set_available(request.storage_unique_name, True)
+        await self._registry.enable(request.storage_unique_name, True)
 
     async def disable_storage(self, request: Any, response: Any) -> None:
         require(request, "storage_unique_name")
-        await self._registry.set_available(request.storage_unique_name, False)
+        await self._registry.enable(request.storage_unique_name, False)
 
     async def remove_storage(self, request: Any, response: Any) -> None:
         require(request, "storage_unique_name")
@@ -215,9 +235,29 @@ class AdminService(_Common):
         found = [x.info for x in self._state.instances.values()]
         response.instance_info.extend(x for x in found if x.instance_group_name == name)
 
+    async def add_account(self, request: Any, response: Any) -> None:
+        await self._registry.add_account(request)
+
+    async def delete_account(self, request: Any, response: Any) -> None:
+        require(request, "user_name")
+        await self._registry.delete_account(request.user_name)
+
+    async def list_account(self, request: Any, response: Any) -> None:
+        for account in self._state.accounts.values():
+            response.accounts.add(user_name=account.name, role=account.role)
+
+    async def gen_config_snapshot(self, request: Any, response: Any) -> None:
+        response.config_snapshot = take_snapshot(self._state)
+
+    async def load_config_snapshot(self, request: Any, response: Any) -> None:
+        require(request, "config_snapshot")
+        await load_snapshot(self._state, self._registry, request.config_snapshot)
+
+    # -- Answered by each manager, also if another one leads --------------------------------------
+
     async def get_metrics(self, request: Any, response: Any) -> None:
         response.timestamp = int(time.time() * 1000)
-        for name, value, tags in metrics(self._state):
+        for name, value, tags in metrics(self._node):
             metric = response.metrics.add(metric_name=name)
             if isinstance(value, int):
                 metric.metric_value.int_value = value
@@ -227,5 +267,33 @@ class AdminService(_Common):
                 metric.metric_tags.add(tag_key=key, tag_value=text)
 
     async def check_health(self, request: Any, response: Any) -> None:
-        response.is_leader = response.is_health = True
-        response.elector_last_loop_time_ms = int(time.time() * 1000)
+        response.is_leader = self._node.lease_left > 0
+        response.is_health = True
+        response.elector_last_loop_time_ms = int(self._node.looked * 1000)
+
+    async def get_manager_cluster_info(self, request: Any, response: Any) -> None:
+        response.self_node_id = self._node.name
+        response.leader_node_id = self._node.leader
+        if (left := self._node.lease_left) > 0:
+            response.self_leader_expiration_time = int((time.time() + left) * 1e6)
+
+    async def leader_demote(self, request: Any, response: Any) -> None:
+        self._node.demote()
+
+    async def get_leader_elector_config(self, request: Any, response: Any) -> None:
+        response.campaign_delay_time_ms = int(self._node.delay_s * 1000)
+
+    async def update_leader_elector_config(self, request: Any, response: Any) -> None:
+        delay = request.campaign_delay_time_ms
+        if not 0 <= delay <= _MAX_DELAY_MS:
+            raise invalid(f"campaign_delay_time_ms: got {delay}, expected 0 to {_MAX_DELAY_MS}")
+        self._node.delay_s = delay / 1000
+
+    async def update_logger(self, request: Any, response: Any) -> None:
+        level, module = request.log_level.upper(), request.module_name or _PACKAGE
+        if level not in _LEVELS:
+            choices = ", ".join(_LEVELS)
+            raise invalid(f"log_level: got {quoted(request.log_level)}, expected one of: {choices}")
+        if module not in sys.modules or not f"{module}.".startswith(f"{_PACKAGE}."):
+            raise invalid(f"module_name: got {quoted(module)}, expected {_PACKAGE} or below")
+        logging.getLogger(module).setLevel(level)

@@ -6,6 +6,7 @@ Each object has a number and one record in the store. :func:`restore` builds the
 from __future__ import annotations
 
 import heapq
+import json
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Final
 
+from hisparse.kvcm.accounts import Account
 from hisparse.kvcm.storages import Storage
 from hisparse.kvcm.store import Store, Writer
 from hisparse.kvcm.wire import PROTO
@@ -230,6 +232,7 @@ class State:
         storages: by unique name.
         groups: by name.
         instances: by id.
+        accounts: of administrators, by name.
         sessions: writes that have begun, by id.
         deadlines: of sessions, soonest first; some of them have ended.
         leaving: when to delete which blocks, soonest first; the number breaks ties.
@@ -244,6 +247,7 @@ class State:
     storages: dict[str, Storage] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
     instances: dict[str, Instance] = field(default_factory=dict)
+    accounts: dict[str, Account] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
     deadlines: list[tuple[float, str]] = field(default_factory=list)
     leaving: list[tuple[float, int, Sequence[Block]]] = field(default_factory=list)
@@ -345,7 +349,7 @@ class _Reader:
 def restore(store: Store) -> State:
     """The state that a store has. Writes and deletions that had begun go on."""
     state = State(Writer(store))
-    records: dict[int, list[tuple[int, bytes]]] = {kind: [] for kind in b"SGIBW"}
+    records: dict[int, list[tuple[int, bytes]]] = {kind: [] for kind in b"SGIBWA"}
     for number, value in store.load():
         records[value[0]].append((number, value))
         state.last_number = max(state.last_number, number)
@@ -355,6 +359,9 @@ def restore(store: Store) -> State:
     for number, value in records[b"G"[0]]:
         group = Group(number, PROTO.InstanceGroup.FromString(value[1:]))
         state.groups[group.config.name] = group
+    for _, value in records[b"A"[0]]:
+        account = Account(**json.loads(value[1:]))
+        state.accounts[account.name] = account
     instances = []
     for number, value in records[b"I"[0]]:
         info = PROTO.InstanceInfo.FromString(value[2:])

@@ -61,9 +61,10 @@ class Storage:
     Args:
         number: of its record.
         config: a ``StorageConfig``.
-        available: whether queries and writes use it.
+        enabled: whether an administrator lets queries and writes use it.
 
     Attributes:
+        failing: whether its folder cannot be used now.
         root: absolute path, with "/" at both ends.
         scheme: the type in URIs.
         type: number of the type.
@@ -73,9 +74,10 @@ class Storage:
         ServiceError: INVALID_ARGUMENT.
     """
 
-    def __init__(self, number: int, config: Any, available: bool) -> None:
+    def __init__(self, number: int, config: Any, enabled: bool) -> None:
         self.number = number
-        self.available = available
+        self.enabled = enabled
+        self.failing = False
         self.configure(config)
 
     def configure(self, config: Any) -> None:
@@ -101,9 +103,18 @@ class Storage:
         self.root = f"/{folder}/"
         self.blocks_per_file = max(1, spec.key_count_per_file)
 
+    @property
+    def available(self) -> bool:
+        """Whether queries and writes use it."""
+        return self.enabled and not self.failing
+
+    def moves_to(self, other: Storage) -> bool:
+        """Whether files of this storage would lie elsewhere with another's configuration."""
+        return (self.scheme, self.root) != (other.scheme, other.root)
+
     def record(self) -> bytes:
         """What the store keeps of it."""
-        return b"S" + bytes((self.available,)) + bytes(self.config.SerializeToString())
+        return b"S" + bytes((self.enabled,)) + bytes(self.config.SerializeToString())
 
     def describe(self) -> dict[str, Any]:
         """What engines are told of it when they register."""

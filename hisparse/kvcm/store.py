@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import math
 import os
 import queue
-import secrets
 import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import IO, Any, Final, Protocol
+from urllib.parse import parse_qs, urlencode
 
 import psutil
 
@@ -24,13 +26,9 @@ _LOG: Final = logging.getLogger(__name__)
 #: Records by number; None deletes.
 Changes = Mapping[int, bytes | None]
 
-_REDIS_KEY: Final = "hisparse:kvcm"
 _REDIS_TIMEOUT_S: Final = 5.0
-#: Who writes to Redis, and for how long after its last word nobody else may.
-_REDIS_OWNER: Final = "hisparse:kvcm:owner"
+#: How long after its last word a manager keeps a Redis for itself.
 _LEASE_S: Final = 6.0
-#: How many owners there were: none came in between if it is the same.
-_REDIS_EPOCH: Final = "hisparse:kvcm:epoch"
 _RENEW_S: Final = 2.0
 
 
@@ -39,7 +37,26 @@ class LostStoreError(OSError):
 
 
 class Store(Protocol):
-    """Records by number. One thread at a time uses it."""
+    """Records by number, which one manager at a time reads and writes.
+
+    Attributes:
+        lease_s: after so many seconds without a word another manager may have it; inf: never.
+    """
+
+    lease_s: float
+
+    def acquire(self, name: str) -> str:
+        """Get the store for a manager, unless another one has it.
+
+        Args:
+            name: of the manager.
+
+        Returns:
+            The name of who has it; it may be unknown: "".
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
 
     def load(self) -> Iterator[tuple[int, bytes]]:
         """All records, in any order."""
@@ -48,14 +65,19 @@ class Store(Protocol):
         """Make all changes or none; they survive the end of this process."""
 
     def renew(self) -> None:
-        """Say that this process still uses it; called where nothing else is."""
+        """Say that this manager still has it; called where nothing else is."""
 
     def close(self) -> None:
-        """Let go of the files or the connection."""
+        """Give it up; :meth:`acquire` may get it again."""
 
 
 class NoStore:
     """Keeps nothing."""
+
+    lease_s = math.inf
+
+    def acquire(self, name: str) -> str:
+        return name
 
     def load(self) -> Iterator[tuple[int, bytes]]:
         return iter(())
@@ -71,35 +93,50 @@ class NoStore:
 
 
 class SQLiteStore:
-    """One file.
+    """One file. A second one, ``<file>.leader``, is locked and has the name of who locked it.
 
     Args:
-        path: of the file, which one process may have open.
-
-    Raises:
-        ConfigError: the file cannot be opened, or another process has it.
+        path: of the file.
     """
 
+    lease_s = math.inf  # The system frees a lock when its process ends.
+
     def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def acquire(self, name: str) -> str:
+        lock = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            self._db = sqlite3.connect(
-                path, timeout=1, isolation_level=None, check_same_thread=False
-            )
-            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute("PRAGMA wal_autocheckpoint = 10000")
-            # Numbers grow, so that new records are appended.
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, value BLOB)"
-            )
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("COMMIT")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lock = open(f"{self._path}.leader", "a+", opener=_private)  # noqa: SIM115
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                with lock:
+                    return lock.read()
+            self._db = self._open()
+            lock.truncate(0)
+            lock.write(name)
+            lock.flush()
         except (sqlite3.Error, OSError) as error:
-            text = f"store: got {path}, expected a file of a manager that is not running"
+            if lock is not None:
+                lock.close()
+            text = f"store: got {self._path}, expected a file of managers"
             raise ConfigError(f"{text}: {one_line(error)}") from None
+        self._lock: IO[str] = lock
+        return name
+
+    def _open(self) -> sqlite3.Connection:
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+        db = sqlite3.connect(self._path, timeout=1, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA wal_autocheckpoint = 10000")
+        # Numbers grow, so that new records are appended.
+        db.execute("CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, value BLOB)")
+        return db
 
     def load(self) -> Iterator[tuple[int, bytes]]:
         yield from self._db.execute("SELECT number, value FROM records ORDER BY number")
@@ -122,52 +159,68 @@ class SQLiteStore:
 
     def close(self) -> None:
         self._db.close()
+        self._lock.close()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class RedisStore:
-    """One hash in Redis or Valkey, which one process writes.
+    """One hash in Redis or Valkey.
 
     Args:
-        url: ``redis://[:password@]host:port[/db]``.
+        url: ``redis://[:password@]host:port[/db][?cluster_name=NAME]``; managers of each name have
+            a store of their own.
 
     Raises:
-        ConfigError: nothing answers there, or another process writes there.
+        ConfigError: it is no such URL.
     """
+
+    lease_s = _LEASE_S
 
     def __init__(self, url: str) -> None:
         import redis  # Needed here only.
 
+        self._error: Any = redis.RedisError
+        url, _, query = url.partition("?")
+        options = parse_qs(query)
+        cluster = options.pop("cluster_name", [""])[0]
+        self._key = "hisparse:kvcm" + (f":{cluster}" if cluster else "")
+        #: Who has the store, and how many there were: none came in between if it is the same.
+        self._owner, self._epochs = f"{self._key}:owner", f"{self._key}:epoch"
         try:
             self._redis: Any = redis.Redis.from_url(
-                url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S
+                f"{url}?{urlencode(options, doseq=True)}",
+                socket_timeout=_REDIS_TIMEOUT_S,
+                socket_connect_timeout=_REDIS_TIMEOUT_S,
             )
-            self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
-            self._epoch = 0
-            owner = self._acquire()
-        except (redis.RedisError, ValueError, OSError) as error:
-            text = "store: expected redis://[:password@]host:port[/db] of a running server"
-            raise ConfigError(f"{text}: {one_line(error)}") from None
-        if owner is not None:
-            text = f"got one of the manager {owner}, expected one of no running manager"
-            raise ConfigError(f"store: {text}")
+        except (redis.RedisError, ValueError) as error:
+            raise self._refuse(error) from None
+        self._name, self._epoch = "", 0
 
-    def _acquire(self) -> str | None:
-        """Become the owner, or return who is it and stays it. An owner that died is none."""
-        end = time.monotonic() + _LEASE_S + 1
-        while True:
-            owner = self._redis.get(_REDIS_OWNER)
+    @staticmethod
+    def _refuse(error: Exception) -> ConfigError:
+        text = "store: expected redis://[:password@]host:port[/db] of a running server"
+        return ConfigError(f"{text}: {one_line(error)}")
+
+    def acquire(self, name: str) -> str:
+        self._name = f"{name} {socket.gethostname()}:{os.getpid()}"
+        try:
+            owner = self._redis.get(self._owner)
             if owner is None or _is_dead(owner.decode()):
-                with contextlib.suppress(OSError):
-                    epoch = int(self._redis.get(_REDIS_EPOCH) or 0)
+                epoch = int(self._redis.get(self._epochs) or 0)
+                with contextlib.suppress(LostStoreError):
                     self._write({}, owner, epoch, epoch + 1)
                     self._epoch = epoch + 1
-                    return None
-            elif time.monotonic() > end:
-                return str(owner.decode())
-            time.sleep(0.1)
+                    return name
+                owner = self._redis.get(self._owner)
+            return str(owner.decode()).partition(" ")[0] if owner else ""
+        except (self._error, OSError) as error:
+            raise self._refuse(error) from None
 
     def load(self) -> Iterator[tuple[int, bytes]]:
-        for number, value in self._redis.hscan_iter(_REDIS_KEY, count=10_000):
+        for number, value in self._redis.hscan_iter(self._key, count=10_000):
             yield int(number), value
 
     def write(self, changes: Changes) -> None:
@@ -180,18 +233,18 @@ class RedisStore:
         kept = {number: value for number, value in changes.items() if value is not None}
         gone = [number for number, value in changes.items() if value is None]
         with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.watch(_REDIS_OWNER, _REDIS_EPOCH)
-            found, others = pipeline.get(_REDIS_OWNER), pipeline.get(_REDIS_EPOCH)
+            pipeline.watch(self._owner, self._epochs)
+            found, others = pipeline.get(self._owner), pipeline.get(self._epochs)
             if found not in (None, owner) or int(others or 0) != epoch:
-                name = "another" if found in (None, owner) else found.decode()
+                name = "another" if found in (None, owner) else found.decode().partition(" ")[0]
                 raise LostStoreError(f"the manager {name} has this store now")
             pipeline.multi()
-            pipeline.set(_REDIS_EPOCH, new_epoch)
-            pipeline.set(_REDIS_OWNER, self._name, px=int(_LEASE_S * 1000))
+            pipeline.set(self._epochs, new_epoch)
+            pipeline.set(self._owner, self._name, px=int(self.lease_s * 1000))
             if kept:
-                pipeline.hset(_REDIS_KEY, mapping=kept)
+                pipeline.hset(self._key, mapping=kept)
             if gone:
-                pipeline.hdel(_REDIS_KEY, *gone)
+                pipeline.hdel(self._key, *gone)
             try:
                 pipeline.execute()
             except redis.WatchError:
@@ -201,8 +254,9 @@ class RedisStore:
         self.write({})
 
     def close(self) -> None:
-        if self._redis.get(_REDIS_OWNER) == self._name.encode():
-            self._redis.delete(_REDIS_OWNER)
+        with contextlib.suppress(self._error):
+            if self._redis.get(self._owner) == self._name.encode():
+                self._redis.delete(self._owner)
         self._redis.close()
 
 
@@ -211,7 +265,7 @@ def _is_dead(owner: str) -> bool:
 
     One with this process's number may live in another container: its lease tells.
     """
-    host, pid, _ = owner.rsplit(":", 2)
+    host, _, pid = owner.partition(" ")[2].rpartition(":")
     return host == socket.gethostname() and not psutil.pid_exists(int(pid))
 
 
@@ -219,7 +273,7 @@ def open_store(place: str) -> Store:
     """The store at a place: ``""`` for none, a URL of Redis, or a file.
 
     Raises:
-        ConfigError: it cannot be opened.
+        ConfigError: it is no place.
     """
     if not place:
         return NoStore()
@@ -234,7 +288,7 @@ class Writer:
     """Writes to a store in a thread of its own; changes that wait are written together.
 
     Args:
-        store: used by this thread from now on.
+        store: acquired; used by this thread from now on.
 
     Attributes:
         lost: who has the store now; empty: this process.
@@ -243,11 +297,17 @@ class Writer:
     def __init__(self, store: Store) -> None:
         self.lost = ""
         self._store = store
+        self._end = time.monotonic() + store.lease_s
         self._waiting: queue.SimpleQueue[tuple[Changes, asyncio.Future[None]] | None] = (
             queue.SimpleQueue()
         )
         self._thread = threading.Thread(target=self._run, name="kvcm-store", daemon=True)
         self._thread.start()
+
+    @property
+    def lease_left(self) -> float:
+        """Seconds for which nobody else can have the store, at most those of a lease."""
+        return 0.0 if self.lost else min(_LEASE_S, self._end - time.monotonic())
 
     async def write(self, changes: Changes) -> None:
         """Return when the changes are in the store. They are ordered as these calls are.
@@ -271,7 +331,8 @@ class Writer:
             try:
                 batch = [self._waiting.get(timeout=_RENEW_S)]
             except queue.Empty:
-                self._renew()
+                if error := self._reach({}):  # The next write says so to its client.
+                    _LOG.error("%s", error)
                 continue
             while not self._waiting.empty():
                 batch.append(self._waiting.get())
@@ -280,24 +341,25 @@ class Writer:
             changes: dict[int, bytes | None] = {}
             for each, _ in asked:
                 changes.update(each)
-            error: OSError | None = None
-            try:
-                if changes:
-                    self._store.write(changes)
-            except LostStoreError as raised:
-                error, self.lost = raised, str(raised)
-            except Exception as raised:  # Redis and SQLite have exceptions of their own.
-                error = OSError(f"the store failed: {one_line(raised)}")
+            error = self._reach(changes) if changes else None
             for _, future in asked:
                 future.get_loop().call_soon_threadsafe(_settle, future, error)
 
-    def _renew(self) -> None:
+    def _reach(self, changes: Changes) -> OSError | None:
+        """Write, or renew where there are no changes; the error, if any."""
+        begin = time.monotonic()
         try:
-            self._store.renew()
+            if changes:
+                self._store.write(changes)
+            else:
+                self._store.renew()
         except LostStoreError as error:
             self.lost = str(error)
-        except Exception as error:  # The next write says so to its client.
-            _LOG.error("store: %s", one_line(error))
+            return error
+        except Exception as error:  # Redis and SQLite have exceptions of their own.
+            return OSError(f"the store failed: {one_line(error)}")
+        self._end = begin + self._store.lease_s
+        return None
 
 
 def _settle(future: asyncio.Future[None], error: OSError | None) -> None:

@@ -49,7 +49,7 @@ for line in sys.stdin:
         share = startup[1].cache_config.reclaim_strategy.trigger_strategy
         share.used_percentage = asked["share"]
         ports = Ports(rpc=asked["rpc"], http=asked["http"], admin_rpc=asked["rpc"],
-                      admin_http=asked["http"])
+                      admin_http=asked["http"], **asked["more"])
         try:
             asyncio.run(serve(asked["store"], startup, ports, started))
         except BaseException as error:
@@ -99,17 +99,20 @@ class Manager:
         delay_ms: from removal to deletion.
         share: of a quota above which blocks are reclaimed.
         apart: whether both services have ports of their own.
+        more: fields of ``Ports``.
     """
 
     def __init__(
         self, forker: Forker, folder: Path, *, store: str = "", capacity: int = 1 << 30,
         blocks_per_file: int = 0, delay_ms: int = 0, share: float = 0.8, apart: bool = True,
+        **more: Any,
     ) -> None:  # fmt: skip
         self._forker = forker
         self.root = folder / "files"
         self._asked = {
             "store": store, "root": str(self.root), "capacity": capacity, "share": share,
             "blocks_per_file": blocks_per_file, "delay_ms": delay_ms, "rpc": 0, "http": 0,
+            "more": more,
         }  # fmt: skip
         if not apart:
             self._asked |= {"rpc": free_port(), "http": free_port()}
@@ -162,7 +165,7 @@ class Client:
         self._channels: dict[str, grpc.Channel] = {}
 
     def url(self, service: str, method: str) -> str:
-        port = self._ports["http" if service == "meta" else "admin_http"]
+        port = self._ports[{"meta": "http"}.get(service, f"{service}_http")]
         return f"http://127.0.0.1:{port}/api/{method}"
 
     def respond(self, service: str, method: str, request: dict[str, Any]) -> dict[str, Any]:

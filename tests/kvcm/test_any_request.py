@@ -10,7 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kvcm.manager import METHODS, Client, Manager, group, instance, running
+from tests.kvcm.manager import METHODS, Client, Manager, group, instance, running, wait_until
 from tests.sizes import sized
 
 #: Values that exist, so that requests reach further than their first check.
@@ -38,6 +38,7 @@ _CODES = {
     "INVALID_ARGUMENT",
     "DUPLICATE_ENTITY",
     "INSTANCE_NOT_EXIST",
+    "SERVER_NOT_LEADER",
 }
 
 
@@ -76,7 +77,8 @@ def _messages(message: Any) -> st.SearchStrategy[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def small(forker: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("any")
-    with running(forker, folder, store=str(folder / "db"), capacity=1 << 16) as manager:
+    place = str(folder / "db")
+    with running(forker, folder, store=place, capacity=1 << 16, debug_http=0) as manager:
         yield manager
 
 
@@ -94,6 +96,8 @@ def _answer(client: Client, service: str, method: str, request: dict[str, Any]) 
 def test_every_message_has_an_answer(
     small: Manager, service: str, method: str, data: st.DataObject
 ) -> None:
+    small.grpc.admin("updateLeaderElectorConfig", campaign_delay_time_ms=0)
+    wait_until(lambda: small.grpc.admin("checkHealth")["is_leader"])  # After a leaderDemote.
     for request in (
         {"instance_group": group("g", storage_candidates=["nfs_01"])},
         {"storage": {"global_unique_name": "nfs_01", "nfs": {"root_path": f"{small.root}/"}}},

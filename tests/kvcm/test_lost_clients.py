@@ -13,9 +13,9 @@ import pytest
 import redis
 from google.protobuf import json_format
 
-from hisparse.errors import ConfigError
 from hisparse.kvcm.blocks import delete_due, expire_sessions
-from hisparse.kvcm.server import Dispatcher
+from hisparse.kvcm.dispatch import Dispatcher
+from hisparse.kvcm.election import Node
 from hisparse.kvcm.startup import default_startup
 from hisparse.kvcm.state import Group, State, restore
 from hisparse.kvcm.storages import Storage
@@ -50,13 +50,19 @@ class _Manager:
 
     def __init__(self, folder: Path) -> None:
         self.store = _Store()
-        self.state = restore(self.store)
+        self.node = Node(self.store, default_startup(folder, 1 << 20))
+        self.node.lead(restore(self.store))
         storage, config = default_startup(folder, 1 << 20)
         found, group = Storage(1, storage, True), Group(2, config)
         self.state.storages["nfs_01"], self.state.groups["default"] = found, group
         self.state.last_number = 2
         self.store.records |= {1: found.record(), 2: group.record()}
-        self._dispatcher = Dispatcher(self.state)
+        self._dispatcher = Dispatcher(self.node)
+
+    @property
+    def state(self) -> State:
+        assert self.node.state is not None
+        return self.node.state
 
     async def call(self, name: str, service: str = "meta", cut: bool = False, **fields: Any) -> Any:
         """The response; None if the client gave up in the middle."""
@@ -67,7 +73,7 @@ class _Manager:
             return await call
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(call, 0.05)
-        await self._dispatcher.drain()
+        await asyncio.wait(self.node.running)
         return None
 
     def restored(self) -> State:
@@ -233,22 +239,20 @@ def test_half_a_body_does_not_keep_a_manager_from_ending(managers: Callable[...,
         assert time.monotonic() - begin < 10
 
 
-def test_one_manager_writes_to_a_redis(
-    managers: Callable[..., Manager], redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hisparse.kvcm.store._LEASE_S", 0.1)
+def test_one_manager_writes_to_a_redis(managers: Callable[..., Manager], redis_url: str) -> None:
     manager = managers(store=redis_url)
     manager.http.register()
-    with pytest.raises(ConfigError, match="expected one of no running manager"):
-        open_store(redis_url)
+    leader = manager.http.admin("getManagerClusterInfo")["self_node_id"]
+    store = open_store(redis_url)
+    assert store.acquire("other") == leader
     manager.kill()
-    store = open_store(redis_url)  # The owner is dead.
+    assert store.acquire("other") == "other"  # The owner is dead.
+    store.close()
     manager.start()
-    wait_until(lambda: bool(manager.http.put([1])))
+    assert manager.http.put([1])
     with pytest.raises(OSError, match="has this store now"):
         store.write({1: None})
     assert manager.http.match([1])
-    store.close()
 
 
 def test_who_comes_and_goes_takes_the_store_too(
@@ -259,7 +263,8 @@ def test_who_comes_and_goes_takes_the_store_too(
     manager.http.register()
     assert manager.http.put([1])
     redis.Redis.from_url(redis_url).delete("hisparse:kvcm:owner")  # As if its lease were over.
-    open_store(redis_url).close()
+    other = open_store(redis_url)
+    other.acquire("other")
     asked = {"instance_id": "i", "query_type": "QT_PREFIX_MATCH", "block_keys": [1]}
 
     def code() -> str:
@@ -268,4 +273,6 @@ def test_who_comes_and_goes_takes_the_store_too(
         )
 
     wait_until(lambda: code() == "SERVER_NOT_LEADER")
-    assert manager.http.admin("checkHealth")
+    assert not manager.http.admin("checkHealth")["is_leader"]
+    other.close()
+    wait_until(lambda: code() == "OK")

@@ -99,17 +99,15 @@ def test_the_default_group_may_be_created_anew() -> None:
     assert storage.nfs.root_path == "/data"
 
 
-def test_a_port_or_a_store_that_is_taken(
+def test_a_port_that_is_taken(
     managers: Callable[..., Manager], tmp_path: Path, command: Command
 ) -> None:
-    manager = managers(store=str(tmp_path / "db"))
+    manager = managers()
     ports = manager.ports
     for flag, port in (("--http-port", ports["http"]), ("--rpc-port", ports["rpc"])):
         free = [x for y in ("rpc", "http", "admin-rpc", "admin-http") for x in (f"--{y}-port", "0")]
         said = command.refused("kvcm", "serve", *free, flag, str(port), "--root", str(tmp_path))
         assert f"port: got 127.0.0.1 {port}, expected one that is free" in said
-    said = command.refused("kvcm", "serve", "--store", str(tmp_path / "db"))
-    assert "expected a file of a manager that is not running" in said
     assert manager.http.admin("checkHealth")["is_health"]
 
 
@@ -119,16 +117,16 @@ def test_a_port_or_a_store_that_is_taken(
         ("redis://127.0.0.1:1/0", "of a running server"),
         ("redis://host:port", "of a running server"),
         ("mysql://x", "expected a file or redis://host:port"),
-        ("/dev/null/kvcm.db", "expected a file of a manager"),
+        ("/dev/null/kvcm.db", "expected a file of managers"),
     ],
 )
 def test_a_store_that_cannot_be_opened(place: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        open_store(place)
+        open_store(place).acquire("me")
 
 
 def test_a_file_that_is_no_store(tmp_path: Path) -> None:
     path = tmp_path / "db"
     path.write_bytes(b"no database" * 1000)
-    with pytest.raises(ConfigError, match="expected a file of a manager"):
-        open_store(str(path))
+    with pytest.raises(ConfigError, match="expected a file of managers"):
+        open_store(str(path)).acquire("me")

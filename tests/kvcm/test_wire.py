@@ -11,7 +11,7 @@ import requests
 
 from hisparse.kvcm.server import MAX_BODY
 from hisparse.kvcm.wire import PROTO
-from tests.kvcm.manager import METHODS, Client, Manager, instance
+from tests.kvcm.manager import Client, Manager, instance
 
 
 def _post(manager: Manager, method: str, body: bytes | str) -> requests.Response:
@@ -163,23 +163,6 @@ def test_both_services_on_one_port(managers: object) -> None:
     for client in (manager.http, manager.grpc):
         assert client.meta("registerInstance", **instance())["storage_configs"] != ""
         assert client.admin("checkHealth")["is_leader"]
-
-
-@pytest.mark.parametrize(
-    ("service", "method"),
-    [
-        ("admin", x)
-        for x in (
-            "addAccount", "deleteAccount", "listAccount", "genConfigSnapshot", "loadConfigSnapshot",
-            "getManagerClusterInfo", "leaderDemote", "getLeaderElectorConfig",
-            "updateLeaderElectorConfig", "updateLogger",
-        )
-    ],
-)  # fmt: skip
-def test_what_is_not_built_says_so(client: Client, service: str, method: str) -> None:
-    status = client.respond(service, method, {})["header"]["status"]
-    message = f"{METHODS[service, method].name}: expected a method that is built"
-    assert status == {"code": "UNSUPPORTED", "message": message}
 
 
 def test_random_bytes_end_no_connection(shared: Manager) -> None:
