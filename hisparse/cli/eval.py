@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_different("--context", arguments.context)
     if arguments.ruler:
         return _run_ruler(arguments, methods)
-    tasks = arguments.tasks or TASKS
+    tasks = arguments.tasks or Evaluation.tasks
     if others := [name for name in tasks if name not in TASKS]:
         if len(others) < len(tasks):
             raise ConfigError(

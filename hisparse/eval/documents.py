@@ -23,8 +23,14 @@ from hisparse.errors import ConfigError
 #: that follows the context.
 NEEDLE, MULTIKEY, VARIABLE = "needle", "multikey", "variable"
 QA, COPY, CONTINUE = "qa", "copy", "continue"
+SINGLE_TASKS = (NEEDLE, MULTIKEY, VARIABLE, QA, COPY)
+#: Tasks whose items have several answers, each a run of scored tokens: questions one after another,
+#: planted values as JSON, and a chain of sums.
+LONG_TASKS = TURNS, FACTS, CHAIN = "turns", "facts", "chain"
 #: Tasks to choose from; ``CONTINUE`` always runs.
-TASKS = (NEEDLE, MULTIKEY, VARIABLE, QA, COPY)
+TASKS = (*SINGLE_TASKS, *LONG_TASKS)
+#: Sums in a chain: about 2,400 tokens.
+_SUMS = 64
 #: Tokens of a passage that are given and that are scored. So many are given that a dense model
 #: finds the passage even if its first words occur several times.
 _GIVEN, _COPIED = 24, 16
@@ -86,7 +92,7 @@ class Question:
     """
 
     task: str
-    sentences: tuple[str, ...]
+    sentences: tuple[str, ...] = ()
     completion: tuple[str, ...]
 
 
@@ -98,7 +104,7 @@ class Item:
         task: name of the task.
         start: tokens of the document that come before the item.
         ids: token ids; the first is the document's own, so that the next one is predicted.
-        scored: indices in ``ids`` of the answer's tokens, ascending, from 1 on. The others are
+        scored: indices in ``ids`` of the answers' tokens, ascending, from 1 on. The others are
             given.
     """
 
@@ -132,7 +138,7 @@ def make_document(
     name: str,
     length: int,
     seed: int,
-    tasks: Collection[str] = TASKS,
+    tasks: Collection[str] = SINGLE_TASKS,
 ) -> Document:
     """A document of ``length`` tokens with planted sentences, and its items.
 
@@ -172,6 +178,10 @@ def make_document(
         add(question.task, *_complete(tokenizer, question.completion))
     for passage in _passages(sentences, count, rng):
         add(COPY, passage, range(_GIVEN, len(passage)))
+    facts = [x for x in planted if x.task != VARIABLE]
+    long = (*_turns(rng, [*facts, *asked]), _facts(rng, facts), _chain(rng))
+    for question in (question for question in long if question.task in tasks):
+        add(question.task, *_complete(tokenizer, question.completion))
     for at in range(0, _CONTINUED, _PIECE):
         add(CONTINUE, following[at : at + _PIECE], range(_PIECE), at)
     ids = ids[: length + _CONTINUED - _PIECE]
@@ -246,6 +256,43 @@ def _variables(rng: random.Random, count: int) -> list[Question]:
         completion = (_SEPARATOR + f"Let {second} =", f" {first}", f". Let {first} = ", value)
         found.append(Question(task=VARIABLE, sentences=said, completion=completion))
     return found
+
+
+def _turns(rng: random.Random, asked: Sequence[Question]) -> list[Question]:
+    """Three questions after one another, as in a conversation; the first one's answer is given."""
+    turns = (question.completion for question in rng.sample(asked, len(asked)))
+    return [
+        Question(task=TURNS, completion=(f"{a}{said}.{b}", second, f".{c}", third))
+        for (a, said), (b, second), (c, third) in zip(turns, turns, turns, strict=False)
+    ]
+
+
+def _facts(rng: random.Random, planted: Sequence[Question]) -> Question:
+    """One JSON object with every planted value."""
+    parts = [_SEPARATOR + "{"]
+    for start, value in (x.completion for x in rng.sample(planted, len(planted))):
+        parts[-1] += f'"{start.strip()}": "'
+        parts += [value.strip(), '", ']
+    return Question(task=FACTS, completion=tuple(parts[:-1]))
+
+
+def _chain(rng: random.Random) -> Question:
+    """Sums of an earlier sum, from the first half of those before, and a number.
+
+    The earlier sum is scored, from the 16th on: it is some 300 to 2,400 tokens back.
+    """
+    names = rng.sample([*_WORDS.split(), *_KEYS.split(), *_NAMES.split()], _SUMS)
+    sums = [rng.randrange(10, 100)]
+    parts = [f"{_SEPARATOR}The {names[0]} is {sums[0]}."]
+    for at in range(1, _SUMS):
+        before, more = rng.randrange((at + 1) // 2), rng.randrange(1, 10) * rng.choice((1, 10))
+        name, value = names[before], sums[before]
+        sums.append(total := value + more)
+        parts[-1] += f" Add {more} to the {name}: the {name} is"
+        parts += [f" {value}", f", {value} + {more} = {total}, so the {names[at]} is {total}."]
+        if at < 16:
+            parts = ["".join(parts)]
+    return Question(task=CHAIN, completion=tuple(parts[:-1]))
 
 
 def _number(rng: random.Random) -> str:

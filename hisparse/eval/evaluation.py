@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,16 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors
 from hisparse.engine.capabilities import choose_scope
 from hisparse.errors import ConfigError, HiSparseError, one_line
-from hisparse.eval.documents import CONTINUE, TASKS, Document, Item, make_document
+from hisparse.eval.documents import (
+    CONTINUE,
+    LONG_TASKS,
+    SINGLE_TASKS,
+    Document,
+    Item,
+    make_document,
+)
 from hisparse.eval.method import DENSE, Method
-from hisparse.eval.results import RecordKey, Records
+from hisparse.eval.results import ItemLine, RecordKey, Records
 from hisparse.eval.selection_stats import SelectionStats
 from hisparse.eval.texts import TEXTS, read_text
 from hisparse.memory.host import free_host_memory
@@ -150,7 +157,7 @@ class Evaluation:
     seeds: int
     folder: Path
     texts: dict[str, str] = field(default_factory=lambda: {n: read_text(n) for n in TEXTS})
-    tasks: Sequence[str] = TASKS
+    tasks: Sequence[str] = SINGLE_TASKS
     progress: Progress = lambda _description, _done, _total: None
 
     def run(self) -> list[dict[str, Any]]:
@@ -193,10 +200,7 @@ class Evaluation:
             "algorithm": method.config.algorithm,
             "bytes_per_token": bytes_per_token,
             "kl": (dense.exp() * (dense - continued)).sum(-1).tolist(),
-            "items": [
-                {"task": s.item.task, "right": all(s.correct), "log_probs": s.log_probs}
-                for s in scores
-            ],
+            "items": [line for s in scores for line in s.lines()],
             **stats.summary(),
         }
 
@@ -280,6 +284,19 @@ class ItemScores:
     correct: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     distributions: list[Tensor] = field(default_factory=list)
+
+    def lines(self) -> list[ItemLine]:
+        """A line of a record for each answer of the item."""
+        ends = [at for at, (a, b) in enumerate(pairwise(self.item.scored), 1) if b > a + 1]
+        ends = [0, *(ends if self.item.task in LONG_TASKS else []), len(self.correct)]
+        return [
+            {
+                "task": self.item.task,
+                "right": all(self.correct[begin:end]),
+                "log_probs": self.log_probs[begin:end],
+            }
+            for begin, end in pairwise(ends)
+        ]
 
 
 @torch.no_grad()

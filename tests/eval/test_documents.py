@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +92,64 @@ def test_tasks_are_chosen_and_the_context_stays() -> None:
     assert some.ids == whole.ids
     assert [x for x in whole.items if x.task in ("qa", "copy", "continue")] == some.items
     assert some.name != whole.name, "its records are not taken for the other's"
+
+
+def long_items(task: str) -> tuple[list[str], list[list[str]]]:
+    """The texts of a task's items, and their answers: what ``ItemScores`` takes apart."""
+    made = make_document(Letters(), read_text("moby_dick"), "moby_dick", 9000, 3, (task,))
+    assert made.ids == document(seed=3).ids, "the context is that of other tasks"
+    items = [item for item in made.items if item.task == task]
+    answers = []
+    for item in items:
+        runs = [list(run) for _, run in groupby(enumerate(item.scored), lambda x: x[1] - x[0])]
+        answers.append([Letters.decode([item.ids[at] for _, at in run]) for run in runs])
+    return [Letters.decode(item.ids[1:]) for item in items], answers
+
+
+def test_second_and_third_questions_are_scored_after_the_first() -> None:
+    single = {Letters.decode(x.ids[1:]): _scored(x) for x in document(seed=3).items}
+    texts, answers = long_items("turns")
+    assert len(texts) >= 10
+    asked = []
+    for text, scored in zip(texts, answers, strict=True):
+        first, *others = re.split(r"\.(?=\n\n)", text)
+        assert [single[turn] for turn in others] == scored
+        asked += [first, *others]
+    assert len(set(asked)) == len(asked) == 3 * len(texts)
+    assert set(asked) <= single.keys(), "each is a question that another task asks by itself"
+
+
+def test_all_planted_values_go_into_one_json_object() -> None:
+    (text,), (answers,) = long_items("facts")
+    found = json.loads(text + '"}')
+    assert list(found.values()) == answers
+    assert len(found) == 30
+    context = Letters.decode(document(seed=3).ids)
+    assert all(f"{start} {value}." in context for start, value in found.items())
+
+
+def test_a_chain_of_sums_is_right_and_needs_sums_far_back() -> None:
+    (text,), (answers,) = long_items("chain")
+    first, *steps = text.strip().split(" Add ")
+    _, name, _, value = re.findall(r"\w+", first)
+    names, sums, scored = [name], {name: int(value)}, []
+    for at, step in enumerate(steps, 1):
+        asked, _, told = step.partition(", ")
+        more, _, _, name, _, again, _, earlier = re.findall(r"\w+", asked)
+        assert name == again
+        assert int(earlier) == sums[name]
+        if at >= 16:
+            assert names.index(name) <= at / 2
+            scored.append(f" {earlier}")
+        if told:
+            a, b, total, _, _, new, _, same = re.findall(r"\w+", told)
+            assert (a, b, int(total)) == (earlier, more, sums[name] + int(more))
+            assert total == same
+            assert new not in sums
+            names.append(new)
+            sums[new] = int(total)
+    assert scored == answers
+    assert (len(steps), len(names)) == (63, 63), "the last ends with what is scored"
 
 
 def test_documents_differ_by_seed_and_are_the_same_each_time() -> None:

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from hisparse.errors import ConfigError
 from hisparse.eval import Evaluation, Item, Method, make_cells, make_summary, parse_methods
 from hisparse.eval.documents import CONTINUE
-from hisparse.eval.evaluation import score_items
+from hisparse.eval.evaluation import ItemScores, score_items
 from hisparse.eval.texts import read_text
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.eval.test_documents import Letters
@@ -165,6 +165,21 @@ def test_figures_do_not_depend_on_how_many_rows_fit(
         for name in ("kl", "mass", "oracle_recall", "kept_mean"):
             if line[name] is not None:
                 assert other[name] == pytest.approx(line[name], rel=1e-3)
+
+
+def test_an_item_with_several_answers_has_a_line_for_each(tmp_path: Path) -> None:
+    kept = {"correct": [True, False, True, True], "log_probs": [-1.0, -2.0, -3.0, -4.0]}
+
+    def lines(task: str) -> list[tuple[bool, list[float]]]:
+        item = Item(task=task, start=0, ids=[0] * 9, scored=[2, 3, 6, 8])
+        return [(x["right"], x["log_probs"]) for x in ItemScores(item=item, **kept).lines()]
+
+    assert lines("facts") == [(False, [-1.0, -2.0]), (True, [-3.0]), (True, [-4.0])]
+    assert lines("variable") == [(False, kept["log_probs"])], "both parts are one answer"
+    (cell,) = make_cells(evaluation(tmp_path, [], tasks=("turns",)).run())
+    # A second and a third question after each first: 3 needles and 3 keys are three by three.
+    assert cell["task"] == "turns"
+    assert cell["n"] in range(4, 10, 2)
 
 
 def test_keys_and_values_stored_in_eight_bits_are_compared(tmp_path: Path) -> None:
