@@ -1,8 +1,6 @@
 """The pages in device memory, and the tables that map each row to its pages."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,9 +25,9 @@ class RowSnapshot(NamedTuple):
     device_pages: Tensor
     tail_pages: Tensor
 
-    def take(self, index: Tensor) -> RowSnapshot:
+    def take(self, index: Tensor) -> Self:
         """The rows ``index [n] int64`` of the snapshot."""
-        return RowSnapshot(*(table[index] for table in self))
+        return type(self)(*(table[index] for table in self))
 
 
 class DevicePool:

@@ -1,10 +1,8 @@
 """What an operation declares of its tensors: dtypes, shapes with names for sizes, devices."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -29,7 +27,7 @@ class Size(NamedTuple):
     some: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Size:
+    def parse(cls, text: str) -> Self:
         match = _TERM.fullmatch(text)
         assert match is not None, text
         factor, name, more, some = match.groups()

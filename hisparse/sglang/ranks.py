@@ -1,10 +1,8 @@
 """The rank of a process in its server, and values that the ranks agree on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -143,7 +141,7 @@ class LinkerRanks:
     group: Any
 
     @classmethod
-    def of(cls, params: Any, stored: KVFormat) -> LinkerRanks:
+    def of(cls, params: Any, stored: KVFormat) -> Self:
         """The ranks of SGLang's ``CacheInitParams``, whose K and V are ``stored`` so."""
         group = params.attn_tp_cache_group or params.tp_cache_group
         if group is None or not torch.distributed.is_initialized():

@@ -1,13 +1,11 @@
 """What pages must have in common to be exchanged, and their keys."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import xxhash
@@ -99,7 +97,7 @@ class Namespace:
         return xxhash.xxh3_128_hexdigest(self.text.encode())
 
     @classmethod
-    def parse(cls, text: str) -> Namespace:
+    def parse(cls, text: str) -> Self:
         """Read :attr:`text`.
 
         Raises:

@@ -1,11 +1,9 @@
 """A case of the contract suite: shapes, requests, and how a simulator serves them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.testing.recorder import Recorder, Trace
@@ -29,7 +27,7 @@ class Run:
         """The selections of a request so far."""
         return self.recorder.traces.get(request.slot, {})
 
-    def finish(self, *requests: Request, steps: int) -> Run:
+    def finish(self, *requests: Request, steps: int) -> Self:
         """Decode ``steps`` tokens of all requests in one batch."""
         for _ in range(steps):
             self.sim.decode(*requests)
@@ -59,11 +57,11 @@ class Case:
     @classmethod
     def of(
         cls, make: Callable[[], BaseSparseAlgorithm], scope: SelectionScope, page_size: int
-    ) -> Case:
+    ) -> Self:
         """The case in its full size; :meth:`smaller` ones help to understand a fault."""
         return cls(make, scope, page_size, pages=20 if page_size > 1 else 40)
 
-    def smaller(self) -> list[Case]:
+    def smaller(self) -> list[Self]:
         """The same case with shorter prompts, the shortest first; all exceed the budget."""
         first = self.budget_pages + 2
         return [replace(self, pages=n) for n in (first, 2 * first) if n < self.pages]

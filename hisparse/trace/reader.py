@@ -1,12 +1,10 @@
 """Reads traces of selections; a damaged file is refused with one line."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -98,7 +96,7 @@ class SelectionTrace:
             self._data.close()
             raise
 
-    def __enter__(self) -> SelectionTrace:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,10 +1,8 @@
 """Contexts by prefix, in a store that SGLang servers may share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -179,7 +177,7 @@ class DB:
         self._contexts.close()
         self._store.close()
 
-    def __enter__(self) -> DB:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,9 +1,7 @@
 """A session: the cache of one context, which begins with what a store has of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -283,7 +281,7 @@ class Session:
         """Free the row of the cache."""
         self.cache.reset()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -27,8 +27,9 @@ def test_native_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_processor_of_another_kind_has_native_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isa, "_processor_flags", frozenset)
+    monkeypatch.setenv(VARIABLE, "avx2")
     with pytest.raises(ConfigError, match=r"got 'avx2'.*\(choices: native\)"):
-        isa.check_isa("--isa", "avx2")
+        chosen_isa()
 
 
 @pytest.mark.usefixtures("with_avx2_alone")

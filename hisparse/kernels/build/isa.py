@@ -38,28 +38,13 @@ def chosen_isa() -> str:
     Raises:
         ConfigError: there is no such instruction set, or this processor lacks it.
     """
-    name = os.environ.get(VARIABLE) or "native"
-    check_isa(VARIABLE, name)
-    return name
-
-
-def check_isa(source: str, name: str) -> None:
-    """Check that this processor has an instruction set.
-
-    Args:
-        source: the flag or variable that names it, for the message.
-        name: a key of ``ISAS``, expected.
-
-    Raises:
-        ConfigError: there is no such instruction set, or this processor lacks it.
-    """
-    found = _processor_flags()
+    name, found = os.environ.get(VARIABLE) or "native", _processor_flags()
     choices = [isa for isa, (_, flags) in ISAS.items() if flags <= found]
     if name in choices:
-        return
+        return name
     expected = "one that this processor has" if name in ISAS else "an instruction set"
     raise ConfigError(
-        f"{source}: got {name!r}, expected {expected} (choices: {', '.join(choices)})"
+        f"{VARIABLE}: got {name!r}, expected {expected} (choices: {', '.join(choices)})"
     )
 
 

@@ -1,7 +1,5 @@
 """Records of one kind in a store: looks them up, and loads them into the KV pool."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -10,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from torch import Tensor
 
@@ -107,7 +105,7 @@ class RecordStore:
     def __post_init__(self) -> None:
         self._workers = Workers(self.threads, "hisparse-load")
 
-    def within(self, namespace: Namespace, **changes: Any) -> RecordStore:
+    def within(self, namespace: Namespace, **changes: Any) -> Self:
         """Records in another namespace of the store."""
         return replace(self, namespace=namespace, lost=LostKeys(), **changes)
 
