@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 #: Numbers of settings fit into 64 bits, as in most languages that write JSON.
 _LARGEST = 2**63 - 1
+#: HOST:PORT, once or several times.
+_ADDRESSES = re.compile(r"[^\s,/]+:\d{1,5}(, *[^\s,/]+:\d{1,5})*")
 
 
 def read_text(file: str | Path, flag: str) -> str:
@@ -241,6 +243,9 @@ class StorageOptions:
         backend: "file", hisparse's own store in a folder, or one of SGLang's storage backends by
             its name there, such as "mooncake" or "dynamic".
         path: folder of the backend "file".
+        manager: instead of a path: "HOST:PORT" of the gRPC of a manager, which knows the pages of
+            many servers; several with commas if one of them leads.
+        manager_group: instance group there, which has the quota.
         size: most bytes of the backend "file"; the least recently used pages leave first. A
             fraction is of the file system's size. None: no limit.
         ttl_s: seconds that an unused page stays. None: until its space is needed.
@@ -255,6 +260,8 @@ class StorageOptions:
 
     backend: str = "file"
     path: str | None = None
+    manager: str | None = None
+    manager_group: str = "default"
     size: MemorySize | None = None
     ttl_s: float | None = None
     timeout_s: float = 5.0
@@ -263,14 +270,19 @@ class StorageOptions:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.backend == "file" and not self.path:
-            raise ConfigError("path is not set; expected the folder of the store")
-        given = [name for name in ("path", "size", "ttl_s") if getattr(self, name) is not None]
+        if self.backend == "file" and not (self.path or self.manager):
+            raise ConfigError("path is not set; expected the folder of the store, or manager")
+        own = ("manager", "path", "size", "ttl_s")
+        given = [name for name in own if getattr(self, name) is not None]
         if self.backend != "file" and given:
             raise ConfigError(
                 f"{given[0]} is set for backend {quoted(self.backend)}; expected it only "
                 'for "file", and options for others'
             )
+        if self.manager is not None and given != ["manager"]:
+            raise ConfigError(f"{given[-1]} and manager are set; expected one of the two")
+        if self.manager is not None and not _ADDRESSES.fullmatch(self.manager):
+            raise ConfigError(f"manager: got {quoted(self.manager)}, expected HOST:PORT")
         if self.backend == "file" and self.options:
             raise ConfigError('options are set for backend "file"; expected path, size and ttl_s')
         if "\0" in (self.path or ""):

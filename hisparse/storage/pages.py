@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import xxhash
@@ -41,6 +41,46 @@ DIGEST_BYTES: Final = 16
 
 class DamagedError(Exception):
     """A file does not hold the page of its name; the message says why."""
+
+
+def page_digest(namespace: str, key: str, page: memoryview) -> bytes:
+    """xxh3_128 of both keys and the bytes: a page under another name is damaged."""
+    digest = xxhash.xxh3_128(f"{namespace} {key} ".encode())
+    digest.update(page)
+    return digest.digest()
+
+
+def read_page(fd: int, namespace: str, key: str, page: memoryview) -> None:
+    """Read a page and its checksum from an open file.
+
+    Raises:
+        DamagedError: the file is short, or has other bytes.
+        OSError: the system refuses.
+    """
+    digest = bytearray(DIGEST_BYTES)
+    try:
+        num_bytes = os.readv(fd, [page, digest])
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise DamagedError(one_line(error)) from None
+    if num_bytes < len(page) + DIGEST_BYTES:
+        raise DamagedError(f"got {num_bytes} bytes, expected {len(page) + DIGEST_BYTES}")
+    if digest != (expected := page_digest(namespace, key, page)):
+        raise DamagedError(f"got checksum {digest.hex()}, expected {expected.hex()}")
+
+
+def write_parts(fd: int, parts: Sequence[memoryview | bytes]) -> None:
+    """Write parts one after the other to an open file.
+
+    Raises:
+        OSError: the system refuses, or the disk is full.
+    """
+    for part in parts:
+        for first in range(0, len(part), _PIECE_BYTES):
+            piece = part[first : first + _PIECE_BYTES]
+            if os.write(fd, piece) < len(piece):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class PageFile(NamedTuple):
@@ -126,7 +166,7 @@ class PageFolder:
         """
         fd = self._folder.open(key, os.O_RDONLY)
         try:
-            self._read(fd, key, page)
+            read_page(fd, self.key, key, page)
         except DamagedError:
             self._seen.discard(key)
             # Another process may have replaced it meanwhile.
@@ -136,19 +176,6 @@ class PageFolder:
             raise
         finally:
             os.close(fd)
-
-    def _read(self, fd: int, key: str, page: memoryview) -> None:
-        digest = bytearray(DIGEST_BYTES)
-        try:
-            num_bytes = os.readv(fd, [page, digest])
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            raise DamagedError(one_line(error)) from None
-        if num_bytes < len(page) + DIGEST_BYTES:
-            raise DamagedError(f"got {num_bytes} bytes, expected {len(page) + DIGEST_BYTES}")
-        if digest != (expected := self._digest(key, page)):
-            raise DamagedError(f"got checksum {digest.hex()}, expected {expected.hex()}")
 
     def write(self, key: str, page: memoryview, *, replace: bool) -> bool:
         """Store a page; False: it is there already.
@@ -162,7 +189,7 @@ class PageFolder:
             OSError: the system refuses; nothing is left of the page.
         """
         fd = self._folder.fd
-        with self._written([page, self._digest(key, page)]) as new:
+        with self._written([page, page_digest(self.key, key, page)]) as new:
             self.note_use(new)
             old_bytes = 0
             try:
@@ -186,11 +213,7 @@ class PageFolder:
         file = self._folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             try:
-                for part in parts:
-                    for first in range(0, len(part), _PIECE_BYTES):
-                        piece = part[first : first + _PIECE_BYTES]
-                        if os.write(file, piece) < len(piece):
-                            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                write_parts(file, parts)
             finally:
                 os.close(file)
             yield name
@@ -255,12 +278,6 @@ class PageFolder:
             with self._written([namespace.text.encode()]) as new:
                 os.replace(new, _TEXT, src_dir_fd=self._folder.fd, dst_dir_fd=self._folder.fd)
         self._is_named = True
-
-    def _digest(self, key: str, page: memoryview) -> bytes:
-        """xxh3_128 of both keys and the bytes: a page under another name is damaged."""
-        digest = xxhash.xxh3_128(f"{self.key} {key} ".encode())
-        digest.update(page)
-        return digest.digest()
 
     def close(self) -> None:
         """Let go of the folder."""

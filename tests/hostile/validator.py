@@ -69,6 +69,8 @@ def _storage_agrees(storage: dict[str, Any] | None) -> bool:
     """The rules of the table of ``storage``: which options belong to the file store."""
     if storage is None:
         return True
+    own = [name for name in ("manager", "path", "size", "ttl_s") if storage.get(name) is not None]
     if storage.get("backend", "file") != "file":
-        return all(storage.get(name) is None for name in ("path", "size", "ttl_s"))
-    return bool(storage.get("path")) and not storage.get("options")
+        return not own
+    found = storage.get("path") if "manager" not in own else own == ["manager"]
+    return bool(found) and not storage.get("options")

@@ -104,9 +104,11 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._representations: RecordStore | None = None
         state.fingerprint = model_fingerprint(state)
         self._use_namespace()
+        assert records.namespace is not None, "it was set"
         logger.info(
-            "hisparse: storage: backend %s, pages of %d tokens and %s, timeout_s %g, staging %s",
-            options.backend,
+            "hisparse: storage: %s, model %s, pages of %d tokens and %s, timeout_s %g, staging %s",
+            f"manager {options.manager}" if options.manager else f"backend {options.backend}",
+            records.namespace.model,
             serializer.page_tokens,
             format_bytes(serializer.record_bytes),
             options.timeout_s,

@@ -6,15 +6,18 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import xxhash
 from torch import Tensor
 
-from hisparse.errors import HiSparseError, one_line, quoted
+from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.options import StorageOptions
 from hisparse.storage import FileStore, Namespace
+
+if TYPE_CHECKING:
+    from hisparse.storage.managed import ManagedStore
 
 #: A record of a backend without checks of its own ends with xxh3_128 of its key and bytes.
 CHECKSUM_BYTES: Final = 16
@@ -111,8 +114,8 @@ class Keys:
 class FilePages:
     """Records in a :class:`FileStore`, which checks what it reads.
 
-    This class and :class:`BackendPages` have the same methods. Calls take as long as the store
-    takes, and raise what it raises.
+    This class and the others here have the same methods. Calls take as long as the store takes, and
+    raise what it raises.
 
     Args:
         store: the store.
@@ -123,18 +126,21 @@ class FilePages:
         remover: removes single records; None: the store cannot.
     """
 
-    def __init__(self, store: FileStore, buffer: RecordBuffer) -> None:
+    def __init__(self, store: FileStore | ManagedStore, buffer: RecordBuffer) -> None:
         self.buffer = buffer
-        self._store = store
-        self.remover: FileStore | None = store
+        self._store: Any = store
+        self.remover: FileStore | ManagedStore | None = store
 
     def find(self, keys: Keys) -> int:
         """Length of the longest prefix of ``keys`` that is stored."""
-        return self._store.find(keys.namespace, keys.pages)
+        return int(self._store.find(keys.namespace, keys.pages))
 
     def get(self, keys: Keys, rows: Sequence[int]) -> list[bool | None]:
         """Read records into rows; for each True, False if it is damaged, None if it is absent."""
-        return self._store.get(keys.namespace, keys.pages, self._rows(keys, rows))
+        found: list[bool | None] = self._store.get(
+            keys.namespace, keys.pages, self._rows(keys, rows)
+        )
+        return found
 
     def put(self, keys: Keys, rows: Sequence[int]) -> bool:
         """Store the records in rows; whether all of them are stored then."""
@@ -154,6 +160,13 @@ class FilePages:
         self._store.close()
 
 
+class ManagedPages(FilePages):
+    """Records in a :class:`ManagedStore`, which writes several at a time."""
+
+    def put(self, keys: Keys, rows: Sequence[int]) -> bool:
+        return bool(self._store.put(keys.namespace, keys.pages, self._rows(keys, rows)))
+
+
 class BackendPages:
     """Records with checksums in one of SGLang's backends; see :class:`FilePages`.
 
@@ -162,7 +175,7 @@ class BackendPages:
         buffer: rows of a record and its checksum.
     """
 
-    remover: FileStore | None = None
+    remover: None = None
 
     def __init__(self, backend: Any, buffer: RecordBuffer) -> None:
         self.buffer = buffer
@@ -231,11 +244,23 @@ def open_storage(
     blocks, is_file = options.threads + 2, options.backend == "file"
     row_bytes = record_bytes + (0 if is_file else CHECKSUM_BYTES)
     buffer = RecordBuffer(blocks, max(1, _BLOCK_BYTES // row_bytes), row_bytes)
+    if options.manager is not None:
+        return ManagedPages(_managed_store(options, options.manager), buffer)
     if is_file:
         assert options.path is not None, "StorageOptions checks it"
         store = FileStore(options.path, options.size, ttl_s=options.ttl_s)
         return FilePages(store, buffer)
     return BackendPages(_make_backend(options, buffer, rank, num_ranks), buffer)
+
+
+def _managed_store(options: StorageOptions, manager: str) -> ManagedStore:
+    try:
+        from hisparse.storage.managed import ManagedStore
+    except ImportError as error:
+        raise ConfigError(
+            f"storage: manager: got {one_line(error)}, expected pip install 'hisparse[kvcm]'"
+        ) from None
+    return ManagedStore(manager, options.manager_group, options.timeout_s)
 
 
 def _make_backend(options: StorageOptions, buffer: RecordBuffer, rank: int, num_ranks: int) -> Any:

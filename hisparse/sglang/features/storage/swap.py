@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -24,6 +24,9 @@ from hisparse.sglang.features.storage.key import StorageState
 from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.session import current_state
 from hisparse.storage import FileStore
+
+if TYPE_CHECKING:
+    from hisparse.storage.managed import ManagedStore
 
 logger = logging.getLogger("hisparse")
 
@@ -57,7 +60,9 @@ class RequestSwap:
         exact: flags of pages, which come back with them.
     """
 
-    def __init__(self, records: RecordStore, remover: FileStore, exact: ShareablePages) -> None:
+    def __init__(
+        self, records: RecordStore, remover: FileStore | ManagedStore, exact: ShareablePages
+    ) -> None:
         self._records, self._remover = records, remover
         self._health, self._counters = records.health, records.counters
         self._exact = exact

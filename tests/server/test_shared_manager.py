@@ -1,0 +1,84 @@
+"""Servers that share pages by a manager, which knows the files and sees none of their bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checks import wait_for
+from harness import Server
+from parts import MORE
+from settings import ROOMY, SPARSE
+from test_storage import CACHED, start
+from workload import NEW_TOKENS, PROMPTS, DenseTokens
+
+from tests.kvcm.manager import Forker, Manager, running
+
+pytestmark = MORE
+PROMPT = PROMPTS.prompts[5]
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Manager]:
+    forker = Forker()
+    with running(forker, tmp_path, store=str(tmp_path / "kvcm.db"), apart=False) as manager:
+        manager.root.mkdir(mode=0o700)
+        yield manager
+    forker.close()
+
+
+def managed(manager: Manager, config: dict[str, Any], **options: Any) -> dict[str, Any]:
+    storage = {"manager": f"127.0.0.1:{manager.ports['rpc']}", "timeout_s": 20.0} | options
+    return config | {"storage": storage}
+
+
+def test_two_servers_on_one_manager(
+    log_dir: Path, manager: Manager, dense_tokens: DenseTokens
+) -> None:
+    """With other settings. Then the manager dies, comes back with all pages, and dies again."""
+    *_, other_right, right = dense_tokens("llama", PROMPTS)[:6]
+    other = managed(manager, ROOMY | {"algorithm": "quest"}, timeout_s=2.0)
+    reader = start(log_dir, "managed-reader", None, other)
+    with start(log_dir, "managed-writer", None, managed(manager, SPARSE)) as writer, reader:
+        sparse = writer.generate(PROMPT, NEW_TOKENS)
+        wait_for(writer, "storage_offloaded_pages", 93)
+        answer = reader.generate(PROMPT, NEW_TOKENS)
+        assert (answer.ids, answer.cached) == (right, CACHED)
+        assert reader.counted("storage_loaded_pages", "storage_built_pages") == (93, 93)
+        writer.flush_cache()
+        again = writer.generate(PROMPT, NEW_TOKENS)
+        assert (again.ids, again.cached) == (sparse.ids, CACHED)
+        assert writer.counted("storage_loaded_pages", "storage_built_pages") == (93, 0)
+        manager.kill()
+        manager.start()
+        assert _asked_again(reader).ids == right
+        manager.kill()
+        alone = reader.generate(PROMPTS.prompts[4], NEW_TOKENS)
+        assert alone.ids == other_right
+        assert "prompts are computed without the store" in reader.log()
+        assert "UNAVAILABLE" in reader.log() and "Traceback" not in reader.log()
+
+
+def _asked_again(server: Server) -> Any:
+    """The answer of a server that finds the prompt in the store, once it calls it again."""
+    end = time.monotonic() + 60
+    while True:
+        server.flush_cache()
+        answer = server.generate(PROMPT, NEW_TOKENS)
+        if answer.cached == CACHED:
+            return answer
+        assert time.monotonic() < end, "the manager was not called again"
+        time.sleep(0.5)
+
+
+def test_a_server_without_its_manager(log_dir: Path, dense_tokens: DenseTokens) -> None:
+    storage = {"manager": "127.0.0.1:1", "timeout_s": 1.0}
+    with start(log_dir, "no-manager", None, ROOMY | {"storage": storage}) as server:
+        answer = server.generate(PROMPT, NEW_TOKENS)
+        assert answer.ids == dense_tokens("llama", PROMPTS)[5]
+        lines = [line for line in server.log().splitlines() if "127.0.0.1:1:" in line]
+        assert "UNAVAILABLE" in lines[0] and "prompts are computed" in lines[0]
+        assert len(lines) <= 3, lines
