@@ -3,8 +3,6 @@
 Transformers itself is imported by the functions that need it.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

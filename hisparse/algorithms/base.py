@@ -1,7 +1,5 @@
 """The contract between an algorithm and the engine."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

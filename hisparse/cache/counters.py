@@ -1,7 +1,5 @@
 """Totals since the start: exact under batching; reading them does not wait for the device."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

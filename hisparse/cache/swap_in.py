@@ -1,7 +1,5 @@
 """Makes selected pages resident: finds the missing ones and loads them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

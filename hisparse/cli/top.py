@@ -1,7 +1,5 @@
 """``hisparse top``: a live table of what a running server does."""
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import json

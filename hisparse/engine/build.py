@@ -1,7 +1,5 @@
 """Builds an engine, for the server, transformers, the simulator and the benches."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Prefill of one layer: write through, attend exactly, load the device pages for decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Memory costs of a configuration and a model: the inputs of the sizing formula."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """How many requests fit a replica, dense and with hisparse, by the server's sizing formula."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

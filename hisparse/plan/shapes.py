@@ -1,7 +1,5 @@
 """What a model's configuration says of the shapes of its attention on a rank of a server."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

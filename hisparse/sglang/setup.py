@@ -1,7 +1,5 @@
 """Sizes the engine of one SGLang rank and builds it on top of SGLang's pools."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -3,8 +3,6 @@
 Tests compare the outputs with float64 attention over the positions that should be attended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -46,7 +46,9 @@ def test_every_capability_has_a_row() -> None:
     for line in rows.splitlines():  # A row may have several, with their defaults in order.
         names, defaults = (re.findall(r"`(.*?)`", cell) for cell in line.split(" | ")[:2])
         written |= zip(names, defaults, strict=True)
-    declared = [n for n, hint in BaseSparseAlgorithm.__annotations__.items() if "ClassVar" in hint]
+    declared = [
+        n for n, hint in BaseSparseAlgorithm.__annotations__.items() if "ClassVar" in str(hint)
+    ]
     assert list(written) == [*declared, "reads_host_keys", "query_window"]
     for name in declared:
         assert repr(getattr(BaseSparseAlgorithm, name)).replace("'", '"') == written[name], name

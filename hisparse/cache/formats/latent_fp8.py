@@ -1,7 +1,5 @@
 """Latents in eight bits (MLA), in the bytes of DeepSeek's ``fp8_ds_mla``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property, partial
 

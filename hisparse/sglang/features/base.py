@@ -3,8 +3,6 @@
 At the end stand the flags, keys and kinds of models that a feature serves or is not served with.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Statistics of the cache on SGLang's Prometheus endpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

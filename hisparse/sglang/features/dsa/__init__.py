@@ -1,7 +1,5 @@
 """DeepSeek-V3.2: passes the indexers' queries, keys and weights to the algorithm ``dsa``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
