@@ -4,8 +4,6 @@ Clients log in with each call, by HTTP's basic authentication: the header, or gR
 ``authorization: Basic <base64 of name:password>``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

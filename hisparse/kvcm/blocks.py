@@ -4,8 +4,6 @@ The store has a state before clients see it, so a manager that is killed forgets
 acknowledged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import time
@@ -13,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hisparse.kvcm.state import DELETING, SERVING, Block, Instance, Session, State
-from hisparse.kvcm.storages import delete_files
+from hisparse.kvcm.storages import delete_files, probe
 
 #: Blocks that are removed or deleted before other requests get their turn.
 AT_ONCE: Final = 4096
@@ -159,3 +157,8 @@ async def _delete(state: State, blocks: list[Block]) -> None:
         # Their records are left: they are deleted when the manager starts again.
         state.counters["schedule_plan_executor.failed_delete_count", ""] += len(gone)
     state.counters["cache_reclaimer.block_del_count", ""] += len(gone)
+
+
+async def probe_storages(state: State) -> None:
+    """Disable storages that cannot be used, and enable those that can again."""
+    await asyncio.gather(*map(probe, state.storages.values()))

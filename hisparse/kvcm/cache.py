@@ -1,7 +1,5 @@
 """Queries and writes of blocks."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import secrets
@@ -106,6 +104,7 @@ def use(blocks: Sequence[Block | None]) -> None:
     for block in reversed(blocks):
         if block is not None:
             block.time = now
+            block.uses += 1
             block.instance.blocks[block.file.storage].move_to_end(block.key)
 
 

@@ -1,7 +1,5 @@
 """Asks for the account of a request, calls its method's function, and makes its error a status."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

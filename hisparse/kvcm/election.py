@@ -3,9 +3,8 @@
 The others wait for it. They take over when the leader ends, or is not heard of for a lease.
 """
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 import gc
 import logging
 import sys
@@ -15,17 +14,21 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from hisparse.errors import ConfigError, one_line
-from hisparse.kvcm.blocks import delete_due, expire_sessions
+from hisparse.kvcm.blocks import delete_due, expire_sessions, probe_storages
 from hisparse.kvcm.reclaim import reclaim
+from hisparse.kvcm.records import restore, save_usage
 from hisparse.kvcm.registry import Registry
-from hisparse.kvcm.state import Group, State, restore
+from hisparse.kvcm.state import Group, State
 from hisparse.kvcm.storages import Storage
 from hisparse.kvcm.store import Store
 from hisparse.kvcm.wire import ServiceError
 
 _LOG: Final = logging.getLogger(__name__)
 #: What a leader does in the background, and seconds between two looks for work.
-_WORK: Final = ((expire_sessions, 0.05), (delete_due, 0.05), (reclaim, 0.05))
+_WORK: Final = (
+    (expire_sessions, 0.05), (delete_due, 0.05), (reclaim, 0.05), (probe_storages, 1.0),
+    (save_usage, 60.0),
+)  # fmt: skip
 #: Seconds between two looks whether there is another leader.
 _LOOK_S: Final = 0.2
 
@@ -149,6 +152,8 @@ class Node:
         await asyncio.gather(*self._working, return_exceptions=True)
         if self.state is not None:
             state, self.state, self.registry, self.leader = self.state, None, None, ""
+            with contextlib.suppress(OSError):  # The store says so to whoever leads next.
+                await save_usage(state)
             await asyncio.to_thread(state.writer.close)
             gc.unfreeze()
 

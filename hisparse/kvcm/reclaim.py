@@ -1,14 +1,20 @@
-"""Makes room before quotas are full: the least recently used blocks go first."""
-
-from __future__ import annotations
+"""Makes room before quotas are full, by each group's policy."""
 
 import heapq
 import math
+import time
 from collections.abc import Iterable, Iterator
+from itertools import islice, takewhile
 from operator import attrgetter
+from typing import Final
 
 from hisparse.kvcm.blocks import AT_ONCE, remove_blocks
 from hisparse.kvcm.state import SERVING, Block, Group, Instance, State
+from hisparse.kvcm.wire import PROTO
+
+_LFU: Final = PROTO.ReclaimPolicy["POLICY_LFU"]
+_TTL: Final = PROTO.ReclaimPolicy["POLICY_TTL"]
+_LFU_WINDOW: Final = 1 << 16
 
 
 async def reclaim(state: State) -> None:
@@ -31,6 +37,7 @@ async def reclaim(state: State) -> None:
         if trigger.used_size > 0:
             level = min(level, trigger.used_size)
         await _free_bytes(state, group, instances, tuple(group.used), level)
+        await _expire(state, group, instances)
         most = config.cache_config.meta_indexer_config.max_key_count
         for instance in instances:
             needed, instance.needed = instance.needed, 0
@@ -54,7 +61,9 @@ async def _free_bytes(
     while True:
         used = sum(group.used[x] - group.leaving[x] for x in types)
         excess, victims = math.ceil(used - level), list[Block]()
-        for block in _oldest(instances, types):
+        if excess <= 0:
+            return
+        for block in _order(group, instances, types):
             if excess <= 0 or len(victims) == AT_ONCE:
                 break
             victims.append(block)
@@ -68,9 +77,23 @@ async def _free_keys(state: State, instance: Instance, level: float) -> None:
     while True:
         staying = instance.num_keys - instance.num_leaving
         excess = math.ceil(staying - level)
-        oldest = _oldest([instance], types) if excess > 0 else iter(())
-        victims = [block for block, _ in zip(oldest, range(min(excess, AT_ONCE)), strict=False)]
+        if excess <= 0:
+            return
+        victims = list(islice(_order(instance.group, [instance], types), min(excess, AT_ONCE)))
         if not await _remove(state, victims):
+            return
+
+
+async def _expire(state: State, group: Group, instances: list[Instance]) -> None:
+    """With POLICY_TTL, remove blocks that were not used for ``trigger_period_seconds``."""
+    strategy = group.config.cache_config.reclaim_strategy
+    seconds = strategy.trigger_period_seconds
+    if strategy.reclaim_policy != _TTL or seconds <= 0:
+        return
+    before = time.time() - seconds
+    while True:
+        oldest = takewhile(lambda x: x.time < before, _oldest(instances, tuple(group.used)))
+        if not await _remove(state, list(islice(oldest, AT_ONCE))):
             return
 
 
@@ -82,6 +105,18 @@ async def _remove(state: State, victims: list[Block]) -> bool:
     removed = await remove_blocks(state, victims, delay)
     state.counters["cache_reclaimer.block_submit_count", ""] += len(removed)
     return bool(removed)
+
+
+def _order(group: Group, instances: list[Instance], types: tuple[int, ...]) -> Iterator[Block]:
+    """Blocks that serve, in the order in which they go.
+
+    With POLICY_LFU the least read go first, of those of the longest unused: blocks that were read
+    often once do not stay for ever.
+    """
+    oldest = _oldest(instances, types)
+    if group.config.cache_config.reclaim_strategy.reclaim_policy != _LFU:
+        return oldest
+    return iter(sorted(islice(oldest, _LFU_WINDOW), key=attrgetter("uses")))
 
 
 def _oldest(instances: Iterable[Instance], types: tuple[int, ...]) -> Iterator[Block]:

@@ -1,7 +1,5 @@
 """Administration: storages, groups of instances, instances, accounts."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import islice
 from typing import Any, Final
@@ -82,6 +80,7 @@ class Registry:
         async with self.lock:
             storage = self.storage(name)
             before, storage.enabled = storage.enabled, enabled
+            storage.worked = False  # Whoever enables it may have emptied it.
             try:
                 await self._state.writer.write({storage.number: storage.record()})
             except OSError:

@@ -4,8 +4,6 @@ One thread runs all requests, so each sees and changes the state as if it were a
 for the store.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

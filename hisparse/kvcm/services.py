@@ -4,8 +4,6 @@ Names of functions are those of the methods in snake_case. Each fills the respon
 raised.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -138,6 +136,7 @@ class MetaService(_Common):
         else:
             choices = ", ".join(name for name, number in _QUERY.items() if number)
             raise invalid(f"query_type: got {request.query_type}, expected one of: {choices}")
+        self._state.was_read = True
         self._state.gauges["manager.request_key_count", ""] = float(len(keys))
         self._state.counters["manager.query_key_counter", ""] += asked
         self._state.counters["manager.hit_key_counter", ""] += sum(map(bool, blocks))

@@ -1,7 +1,5 @@
 """Configuration snapshots: storages, groups and instances as JSON; neither accounts nor blocks."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

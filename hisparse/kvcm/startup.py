@@ -1,7 +1,5 @@
 """The storage and the group of instances that a new manager begins with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,22 +1,20 @@
 """What the manager knows, in memory: storages, groups, instances, blocks, write sessions.
 
-Each object has a number and one record in the store. :func:`restore` builds the state from these.
+Each object has a number and one record in the store, from which a restart builds the state.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, Final
 
 from hisparse.kvcm.accounts import Account
 from hisparse.kvcm.storages import Storage
-from hisparse.kvcm.store import Store, Writer
+from hisparse.kvcm.store import Writer
 from hisparse.kvcm.wire import PROTO
 
 #: States of a block. A new block is writable until its session ends; a deleted one waits for
@@ -27,9 +25,9 @@ DELETING: Final = 4
 STATUS_NAMES: Final = {WRITING: "CLS_WRITING", SERVING: "CLS_SERVING", DELETING: "CLS_DELETING"}
 
 #: Number, key, instance, storage, time; status, place, parts, length of the file's name.
-_BLOCK: Final = struct.Struct("<qqqqdBHHB")
+BLOCK_FORMAT: Final = struct.Struct("<qqqqdBHHB")
 #: Deadline, instance; the session's id and its blocks come next.
-_SESSION: Final = struct.Struct("<dq32s")
+SESSION_FORMAT: Final = struct.Struct("<dq32s")
 
 
 class File:
@@ -63,7 +61,7 @@ class Block:
     """
 
     __slots__ = (
-        "file", "instance", "key", "number", "parts", "place", "status", "time", "wire",
+        "file", "instance", "key", "number", "parts", "place", "status", "time", "uses", "wire",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +76,7 @@ class Block:
         self.parts = parts
         self.status = status
         self.time = time
+        self.uses = 0  #: reads
         self.wire: bytes | None = None  #: its CacheLocation, once somebody asked
 
     @property
@@ -99,7 +98,7 @@ class Block:
     def packed(self, status: int, time: float) -> bytes:
         """The same without its kind, as a session has it."""
         name = self.file.name.encode()
-        numbers = _BLOCK.pack(
+        numbers = BLOCK_FORMAT.pack(
             self.number, self.key, self.instance.number, self.file.storage.number, time,
             status, self.place, self.parts, len(name),
         )  # fmt: skip
@@ -219,7 +218,7 @@ class Session:
 
     def record(self) -> bytes:
         """What the store keeps of it; its blocks have no other record."""
-        head = _SESSION.pack(self.deadline, self.instance.number, self.id.encode())
+        head = SESSION_FORMAT.pack(self.deadline, self.instance.number, self.id.encode())
         return b"".join((b"W", head, *(x.packed(x.status, x.time) for x in self.blocks)))
 
 
@@ -238,6 +237,8 @@ class State:
         leaving: when to delete which blocks, soonest first; the number breaks ties.
         late: when to delete which files once more, soonest first: their writers were too slow, and
             may write them still.
+        was_read: whether blocks were since their use was kept.
+        usage: numbers of the records of that.
         last_number: of a record.
         counters: by the name of a metric and the name of a method, "" for none.
         gauges: the same.
@@ -252,6 +253,8 @@ class State:
     deadlines: list[tuple[float, str]] = field(default_factory=list)
     leaving: list[tuple[float, int, Sequence[Block]]] = field(default_factory=list)
     late: deque[tuple[float, list[str]]] = field(default_factory=deque)
+    was_read: bool = False
+    usage: list[int] = field(default_factory=list)
     last_number: int = 0
     counters: Counter[tuple[str, str]] = field(default_factory=Counter)
     gauges: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -307,90 +310,3 @@ class State:
         """Delete blocks, which are DELETING, at a time in seconds since 1970."""
         if blocks:
             heapq.heappush(self.leaving, (due, self.new_number(), blocks))
-
-
-class _Reader:
-    """Reads blocks from records.
-
-    Args:
-        state: with its storages.
-        instances: also those that are removed.
-    """
-
-    def __init__(self, state: State, instances: Iterable[Instance]) -> None:
-        self._instances = {x.number: x for x in instances}
-        self._storages = {x.number: x for x in state.storages.values()}
-        self._files: dict[tuple[int, str], File] = {}
-
-    def blocks(self, value: bytes, at: int) -> Iterator[Block]:
-        """Blocks of a record, but those whose storage has been removed."""
-        while at < len(value):
-            number, key, instance, storage, time, status, place, parts, length = _BLOCK.unpack_from(
-                value, at
-            )
-            at += _BLOCK.size + length
-            if instance not in self._instances or storage not in self._storages:
-                continue
-            name = value[at - length : at].decode()
-            file = self._files.get((storage, name))
-            if file is None:
-                file = self._files[storage, name] = File(name, self._storages[storage])
-            yield Block(number, key, self._instances[instance], file, place, parts, status, time)
-
-    def session(self, number: int, value: bytes) -> Session | None:
-        """The session of a record, unless its instance has been removed."""
-        deadline, instance, name = _SESSION.unpack_from(value, 1)
-        if instance not in self._instances:
-            return None
-        blocks = list(self.blocks(value, 1 + _SESSION.size))
-        return Session(name.decode(), number, self._instances[instance], blocks, deadline)
-
-
-def restore(store: Store) -> State:
-    """The state that a store has. Writes and deletions that had begun go on."""
-    state = State(Writer(store))
-    records: dict[int, list[tuple[int, bytes]]] = {kind: [] for kind in b"SGIBWA"}
-    for number, value in store.load():
-        records[value[0]].append((number, value))
-        state.last_number = max(state.last_number, number)
-    for number, value in records[b"S"[0]]:
-        storage = Storage(number, PROTO.StorageConfig.FromString(value[2:]), bool(value[1]))
-        state.storages[storage.name] = storage
-    for number, value in records[b"G"[0]]:
-        group = Group(number, PROTO.InstanceGroup.FromString(value[1:]))
-        state.groups[group.config.name] = group
-    for _, value in records[b"A"[0]]:
-        account = Account(**json.loads(value[1:]))
-        state.accounts[account.name] = account
-    instances = []
-    for number, value in records[b"I"[0]]:
-        info = PROTO.InstanceInfo.FromString(value[2:])
-        group = state.groups.get(info.instance_group_name) or Group(0, PROTO.InstanceGroup())
-        instances.append(Instance(number, info, group, removed=bool(value[1])))
-    state.instances = {x.id: x for x in instances if not x.removed}
-    reader = _Reader(state, instances)
-    blocks = [block for _, value in records.pop(b"B"[0]) for block in reader.blocks(value, 1)]
-    for number, value in records[b"W"[0]]:
-        session = reader.session(number, value)
-        if session is not None:
-            state.open(session)
-            state.last_number = max(state.last_number, *(x.number for x in session.blocks), 0)
-            blocks += session.blocks
-    # Of blocks that were written together, the last of a prefix is the first to go.
-    lost: dict[int, bytes | None] = {}
-    for block in sorted(blocks, key=lambda x: (x.time, -x.number)):
-        # If the store failed, the record of a deleted block is there; its key may have a new one.
-        there = block.instance.blocks.get(block.file.storage)
-        other = there.get(block.key) if there else None
-        if other is not None:
-            lost[min(block.number, other.number)] = None
-            if other.number > block.number:
-                continue
-            state.drop(other)
-        state.add(block)
-    left = (x for x in blocks if x.status == DELETING and x.number not in lost)
-    gone = sorted(left, key=lambda x: x.time)
-    for due, each in groupby(gone, key=lambda x: x.time):
-        state.leave(list(each), due)
-    store.write(lost | {x.number: None for x in instances if x.removed and not x.num_keys})
-    return state

@@ -5,17 +5,21 @@ Engines write and read the bytes; none pass through the manager.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
+import logging
 import os
 import posixpath
 import re
+import threading
 from collections.abc import Iterable
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
 
-from hisparse.errors import quoted
+from hisparse.errors import one_line, quoted
 from hisparse.kvcm.wire import PROTO, ServiceError
 
 #: Field of a StorageConfig to the type in URIs and start-up files, and to its number. The others
@@ -29,6 +33,13 @@ _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 #: What may stand in a URI without a meaning of its own.
 _ODD = re.compile(r"[\s?#&=%\x00-\x1f\x7f]")
 _MAX_PART: Final = 200
+_LOG: Final = logging.getLogger(__name__)
+#: What a probe writes, and seconds that it may take.
+_PROBE: Final = b"kvcm"
+_PROBE_S: Final = 5.0
+#: A full storage can be read; others may have rights that the manager has not.
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_NO_RIGHT: Final = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _invalid(field: str, value: object, expected: str) -> ServiceError:
@@ -78,6 +89,8 @@ class Storage:
         self.number = number
         self.enabled = enabled
         self.failing = False
+        self.worked = False  #: whether the manager could use its folder
+        self.is_probed = False  #: or its folder hangs
         self.configure(config)
 
     def configure(self, config: Any) -> None:
@@ -100,7 +113,8 @@ class Storage:
             raise _invalid("key_count_per_file", spec.key_count_per_file, most)
         self.config, self._spec, self.name = config, spec, name
         self.scheme, self.type = TYPES[field]
-        self.root = f"/{folder}/"
+        if self.__dict__.get("root") != f"/{folder}/":
+            self.root, self.worked = f"/{folder}/", False
         self.blocks_per_file = max(1, spec.key_count_per_file)
 
     @property
@@ -136,6 +150,58 @@ class Storage:
         """Where one part of a block lies: ``size`` bytes from ``place * size`` on, in a file."""
         place_of = f"blkid={place}&" if place or self.blocks_per_file > 1 else ""
         return f"{self.scheme}://{self.name}{self.path(instance, spec, file)}?{place_of}size={size}"
+
+
+async def probe(storage: Storage) -> None:
+    """Write and read a file in a storage's folder, to see whether it fails.
+
+    The manager may have no right to write there, or nobody made the folder yet: both count as a
+    failure only if it worked before. Another folder in its place, such as that below a file system
+    that is mounted no more, does not have the file.
+    """
+    if storage.is_probed:
+        return
+    storage.is_probed = True
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[OSError | None] = loop.create_future()
+
+    def answer(error: OSError | None) -> None:
+        if not done.cancelled():
+            done.set_result(error)
+
+    def run() -> None:
+        error = None
+        try:
+            _touch(f"{storage.root}.kvcm-{storage.name}", not storage.worked)
+        except OSError as raised:
+            error = raised
+        storage.is_probed = False
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(answer, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        error = await asyncio.wait_for(done, _PROBE_S)
+    except TimeoutError as raised:
+        error = raised
+    number = error.errno if error is not None else None
+    if number in _FULL or (number in _NO_RIGHT and not storage.worked):
+        return
+    if (error is not None) != storage.failing:
+        storage.failing = error is not None
+        _LOG.error("storage %s: %s", storage.name, one_line(error) if error else "works again")
+    storage.worked = storage.worked or error is None
+
+
+def _touch(path: str, create: bool) -> None:
+    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+    try:
+        os.pwrite(descriptor, _PROBE, 0)
+        os.fsync(descriptor)
+        if os.pread(descriptor, len(_PROBE), 0) != _PROBE:
+            raise OSError(errno.EIO, "other bytes were read than written", path)
+    finally:
+        os.close(descriptor)
 
 
 def describe(storages: Iterable[Storage]) -> str:

@@ -1,7 +1,5 @@
 """What survives the manager: records by number, in SQLite, in Redis, or nowhere."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

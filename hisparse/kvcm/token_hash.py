@@ -3,8 +3,6 @@
 Every key depends on all tokens before it, so equal keys mean equal prefixes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 _SALT = 0x9E3779B97F4A7C15

@@ -4,8 +4,6 @@
 to match the installed protobuf.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

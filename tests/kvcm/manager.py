@@ -28,6 +28,7 @@ METHODS = {(x.service, x.http_path.removeprefix("/api/")): x for x in chain(*wir
 _FORKER = """
 import asyncio, dataclasses, json, os, signal, sys
 from pathlib import Path
+from hisparse.kvcm import election
 from hisparse.kvcm.server import Ports, serve
 from hisparse.kvcm.startup import default_startup
 
@@ -40,6 +41,8 @@ for line in sys.stdin:
     asked = json.loads(line)
     if os.fork() == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if not asked["probes"]:
+            election._WORK = [x for x in election._WORK if x[0].__name__ != "probe_storages"]
         def started(ports):
             answer({"pid": os.getpid(), **dataclasses.asdict(ports)})
         startup = default_startup(Path(asked["root"]), asked["capacity"])
@@ -99,20 +102,21 @@ class Manager:
         delay_ms: from removal to deletion.
         share: of a quota above which blocks are reclaimed.
         apart: whether both services have ports of their own.
+        probes: whether storages are probed.
         more: fields of ``Ports``.
     """
 
     def __init__(
         self, forker: Forker, folder: Path, *, store: str = "", capacity: int = 1 << 30,
         blocks_per_file: int = 0, delay_ms: int = 0, share: float = 0.8, apart: bool = True,
-        **more: Any,
+        probes: bool = True, **more: Any,
     ) -> None:  # fmt: skip
         self._forker = forker
         self.root = folder / "files"
         self._asked = {
             "store": store, "root": str(self.root), "capacity": capacity, "share": share,
             "blocks_per_file": blocks_per_file, "delay_ms": delay_ms, "rpc": 0, "http": 0,
-            "more": more,
+            "probes": probes, "more": more,
         }  # fmt: skip
         if not apart:
             self._asked |= {"rpc": free_port(), "http": free_port()}

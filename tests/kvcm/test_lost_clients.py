@@ -16,8 +16,9 @@ from google.protobuf import json_format
 from hisparse.kvcm.blocks import delete_due, expire_sessions
 from hisparse.kvcm.dispatch import Dispatcher
 from hisparse.kvcm.election import Node
+from hisparse.kvcm.records import restore
 from hisparse.kvcm.startup import default_startup
-from hisparse.kvcm.state import Group, State, restore
+from hisparse.kvcm.state import Group, State
 from hisparse.kvcm.storages import Storage
 from hisparse.kvcm.store import Changes, NoStore, open_store
 from tests.kvcm.manager import METHODS, Manager, instance, wait_until

@@ -13,9 +13,10 @@ import pytest
 from google.protobuf import json_format
 
 from hisparse.kvcm import blocks, cache
+from hisparse.kvcm.records import restore
 from hisparse.kvcm.registry import Registry
 from hisparse.kvcm.startup import default_startup
-from hisparse.kvcm.state import Group, restore
+from hisparse.kvcm.state import Group
 from hisparse.kvcm.storages import Storage
 from hisparse.kvcm.store import NoStore
 from hisparse.kvcm.wire import PROTO
@@ -94,7 +95,7 @@ def test_what_is_asked_is_freed_and_no_more(managers: Start) -> None:
     gone = [x for x in range(80) if client.states([x]) == ["NOT_FOUND"]]
     assert gone == [3, 4, 5, 6, 7, 8, 9, 18, 19]
     assert client.metric("cache_reclaimer.block_submit_count") == 9
-    wait_until(lambda: sum(x.is_file() for x in manager.root.rglob("*")) == 71)
+    wait_until(lambda: sum(x.is_file() for x in manager.root.glob("*/*/*")) == 71)
 
 
 def test_a_full_group_makes_room_for_what_it_refused(managers: Start) -> None:
@@ -136,6 +137,73 @@ def test_other_limits(managers: Start, limit: str) -> None:
     time.sleep(0.3)
     assert _used(client) <= 10 * _SIZE
     assert client.states([20, 21, 22]) == ["SERVING"] * 3
+
+
+@pytest.mark.parametrize("policy", ["POLICY_LRU", "POLICY_LFU"])
+def test_policies(managers: Start, policy: str) -> None:
+    """Block 0 is read often, and blocks 1 to 9 once, later."""
+    client = managers().http
+    made = group("g")
+    strategy = made["cache_config"]["reclaim_strategy"]
+    strategy |= {"reclaim_policy": policy, "trigger_strategy": {"used_size": 8 * _SIZE}}
+    client.admin("createInstanceGroup", instance_group=made)
+    client.register(instance_group="g")
+    client.put(list(range(8)))
+    for _ in range(3):
+        client.match([0])
+    client.match(list(range(1, 8)))
+    client.put([8, 9])
+    wait_until(lambda: _used(client) == 8 * _SIZE)
+    left = [x for x in range(10) if client.states([x]) == ["SERVING"]]
+    expected = {"POLICY_LRU": [1, 2, 3, 4, 5, 6, 8, 9], "POLICY_LFU": list(range(8))}
+    assert left == expected[policy]
+
+
+def test_blocks_have_a_time_to_live(managers: Start) -> None:
+    """It counts from the last use."""
+    client = managers().http
+    made = group("g")
+    strategy = made["cache_config"]["reclaim_strategy"]
+    strategy |= {"reclaim_policy": "POLICY_TTL", "trigger_period_seconds": 2}
+    client.admin("createInstanceGroup", instance_group=made)
+    client.register("other")
+    client.register(instance_group="g")
+    client.put([1], "other")
+    client.put([1, 2, 3])
+    begin = time.monotonic()
+    while time.monotonic() < begin + 1.5:
+        client.match([1])
+        time.sleep(0.05)
+    assert client.states([1, 2, 3]) == ["SERVING"] * 3
+    wait_until(lambda: client.states([2, 3]) == ["NOT_FOUND"] * 2)
+    assert client.states([1], "other") == ["SERVING"]
+    wait_until(lambda: client.states([1]) == ["NOT_FOUND"])
+    assert time.monotonic() - begin > 3
+
+
+@pytest.mark.parametrize("policy", ["POLICY_LRU", "POLICY_LFU"])
+def test_reads_are_known_after_a_restart(managers: Start, tmp_path: Path, policy: str) -> None:
+    manager = managers(store=str(tmp_path / "db"))
+    client = manager.http
+    made = group("g")
+    made["cache_config"]["reclaim_strategy"]["reclaim_policy"] = policy
+    client.admin("createInstanceGroup", instance_group=made)
+    client.register(instance_group="g")
+    client.put(list(range(10)))
+    client.match([9])
+    for _ in range(2):
+        client.match([5, 6])
+    client.meta("removeCache", instance_id="i", block_keys=[6])
+    for _ in range(2):  # What was read before the first one is still known after the second.
+        manager.stop()
+        manager.start()
+        manager.http.match([3])
+    made["version"] = 2
+    made["cache_config"]["reclaim_strategy"]["trigger_strategy"] = {"used_size": 3 * _SIZE}
+    client = manager.http
+    client.admin("updateInstanceGroup", instance_group=made, current_version=1)
+    wait_until(lambda: _used(client) == 3 * _SIZE)
+    assert [x for x in range(10) if client.states([x]) == ["SERVING"]] == [3, 5, 9]
 
 
 def test_nothing_is_deleted_while_it_may_be_read(managers: Start) -> None:
