@@ -52,12 +52,18 @@ struct AttentionParams {
   }
 };
 
-// About the tokens of one split: enough work to be worth waking a thread.
+// Tokens of one split: enough work to be worth waking a thread.
 constexpr int64_t kSplitTokens = 2048;
 // Pages lie scattered, so the processor does not foresee them: tokens are prefetched this early.
 constexpr int64_t kTokensAhead = 24;
 // Tokens whose values are multiplied while sums stay in registers; they fit the first cache.
 constexpr int64_t kTokensPerBlock = 32;
+
+// Splits of a row, the last of which has up to half as many pages again: a budget and its tail page
+// are one. It depends on nothing but the row, so its sums do not either.
+int64_t num_splits(const AttentionParams& p, int64_t pages) {
+  return std::max<int64_t>(1, (pages + p.pages_per_split / 2) / p.pages_per_split);
+}
 
 // The tokens of one task: pages `first` to `last - 1` of a row. The last page may be partly full, and
 // of the first one tokens before `oldest` are left out.
@@ -206,8 +212,10 @@ bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t s
                   float* lse, Room<T>& room) {
   const int64_t tokens = p.seq_lens[row];
   const int64_t oldest = p.window > 0 ? std::max<int64_t>(0, tokens - p.window) : 0;
+  const int64_t pages = (tokens + p.page_size - 1) / p.page_size;
+  const int64_t last_split = num_splits(p, pages) - 1;
   Span span{p.page_table[row], split * p.pages_per_split, 0, oldest, tokens};
-  span.last = std::min(span.first + p.pages_per_split, (tokens + p.page_size - 1) / p.page_size);
+  span.last = split < last_split ? span.first + p.pages_per_split : split > last_split ? 0 : pages;
   span.first = std::max(span.first, oldest / p.page_size);
   for (int64_t i = span.first; i < span.last; ++i) {
     if (span.pages[i] < 0 || span.pages[i] >= p.num_pages) return false;
@@ -365,10 +373,8 @@ void paged_attention(Arguments& in) {
   p.heads = row_heads == 1 ? p.stored_heads : 1;
   p.page_size = static_cast<int32_t>(k.size(2));
   p.table_width = static_cast<int32_t>(page_table.size(1));
-  // Equal splits: a budget and its tail page are not one split more than the budget.
-  const int64_t width_tokens = int64_t{p.table_width} * p.page_size;
-  p.splits = std::max<int64_t>(1, (width_tokens + kSplitTokens / 2) / kSplitTokens);
-  p.pages_per_split = (p.table_width + p.splits - 1) / p.splits;
+  p.pages_per_split = std::max<int64_t>(1, kSplitTokens / p.page_size);
+  p.splits = num_splits(p, p.table_width);
   require_lengths(p);
   const bool in_range =
       with_page_type(k, "kv.k", [&](auto type) { return run<decltype(type)>(p); });

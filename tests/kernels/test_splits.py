@@ -132,3 +132,21 @@ def test_a_table_without_pages_selects_none(impl: str, heads: int) -> None:
     pages, lengths = select(torch.empty(3, 4, 0), none, rule, forced=forced, impl=impl)
     assert pages.tolist() == [[[-1] * 5] * heads] * 3
     assert lengths.tolist() == [[0] * heads] * 3
+
+
+@pytest.mark.parametrize("window", [0, 3000])
+def test_a_row_s_output_does_not_depend_on_others(window: int) -> None:
+    """On a CPU to the bit: a request alone gets the tokens that it gets in a batch."""
+    torch.manual_seed(0)
+    rule = AttentionRule(1.0, window=window)
+    lens = [1, 2048, 2049, 3071, 3072, 3080, 6400]
+    kv, table, seq_lens = paged_case(rule, lens, 1, 16, (16, 16), torch.float32)
+    query = torch.randn(len(lens), 2, 16) / 4
+    check_paged(query, kv, table, seq_lens, rule, "auto")
+    out, lse = paged_attention(query, kv, table, seq_lens, rule=rule)
+    for row, length in enumerate(lens):
+        own = slice(row, row + 1)
+        pages = table[own, : -(-length // 16)].contiguous()
+        alone = paged_attention(query[own], kv, pages, seq_lens[own], rule=rule)
+        assert torch.equal(alone[0], out[own])
+        assert torch.equal(alone[1], lse[own])
