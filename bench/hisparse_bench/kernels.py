@@ -20,7 +20,7 @@ from hisparse.errors import ConfigError
 from hisparse.kernels import SketchLayout, page_score, page_sketch, paged_attention, sketch_score
 from hisparse.kernels.build.compiler import SOURCES, CannotBuildError
 from hisparse.kernels.build.cpu import build_cpu_library
-from hisparse.types import PagedKV
+from hisparse.types import StoredKV
 from hisparse_bench.options import NO_FLAG, ModelShape, Options
 from hisparse_bench.report import Case, Report, Result
 from hisparse_bench.timing import Candidate, time_in_turns
@@ -109,7 +109,8 @@ class KernelsBench(ModelShape):
     - ``page_score``: 2 D for each query head and range, q+ . high + q- . low;
     - ``sketch_score``: for each query head and page D, and one for each token in each of the
       detailed channels; exponentials and the unpacking of bits are not counted;
-    - ``paged_attention``: 2 D for each query head and token.
+    - ``paged_attention``: 2 D for each query head and token. "misses" has rows of a twentieth of
+      the budget, as ``"miss": "host"`` attends.
 
     Attributes:
         context: tokens whose pages are scored.
@@ -178,8 +179,10 @@ class KernelsBench(ModelShape):
         for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
             yield self._page_score(dtype)
         yield self._sketch_score()
-        for dtype in (torch.bfloat16, torch.float32):
-            yield self._attention(dtype)
+        few = max(self.budget // 20 // self.page_size, 1) * self.page_size
+        for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32):
+            yield self._attention("paged_attention", dtype, self.budget)
+            yield self._attention("paged_attention, misses", dtype, few)
 
     def _copies(self, inputs: Sequence[Tensor]) -> list[list[Tensor]]:
         num_bytes = sum(x.numel() * x.itemsize for x in inputs)
@@ -228,22 +231,29 @@ class KernelsBench(ModelShape):
             tolerance=0.03,  # It rounds queries and scales to 8 bits.
         )
 
-    def _attention(self, dtype: torch.dtype) -> _Work:
-        """Attention over all pages of a pool, in random order: it reads what a plain read does."""
-        pages = self.budget // self.page_size
-        shape = (self.kv_heads * pages, 1, self.page_size, self.head_dim)
-        pools = self._copies([torch.randn(shape).to(dtype) for _ in range(2)])
-        table = torch.randperm(shape[0], dtype=torch.int32).view(self.kv_heads, pages)
-        lens = torch.full((self.kv_heads,), self.budget, dtype=torch.int32)
-        query = self._query().view(self.kv_heads, -1, self.head_dim)
+    def _attention(self, name: str, dtype: torch.dtype, tokens: int) -> _Work:
+        """Attention over all pages of a pool, in random order: it reads what a plain read does.
+
+        Rows have ``tokens`` tokens of one head each. There are as many as have a budget's together.
+        """
+        requests, pages = self.budget // tokens, tokens // self.page_size
+        shape = (requests * pages, self.kv_heads, self.page_size, self.head_dim)
+        kv = [torch.randn(shape).to(dtype) for _ in range(2)]
+        if dtype.itemsize == 1:
+            kv.append(torch.full((*shape[:3], 2), 127, dtype=torch.uint8))  # Scales of 1.
+        pools = self._copies(kv)
+        table = torch.randperm(shape[0], dtype=torch.int32).view(requests, pages)
+        table = table.repeat_interleave(self.kv_heads, dim=0)
+        lens = torch.full((len(table),), tokens, dtype=torch.int32)
+        query = self._query().view(self.kv_heads, -1, self.head_dim).repeat(requests, 1, 1)
         return _Work(
-            name="paged_attention",
+            name=name,
             dtype=str(dtype).removeprefix("torch."),
             run=lambda copy, impl: paged_attention(
-                query, PagedKV(pools[copy][0], pools[copy][1]), table, lens, impl=impl
+                query, StoredKV(*pools[copy]), table, lens, heads=self.kv_heads, impl=impl
             )[0],
             inputs=pools,
-            multiply_adds=2 * self.head_dim * self.q_heads * self.budget,
+            multiply_adds=2 * self.head_dim * self.q_heads * requests * tokens,
         )
 
 

@@ -135,7 +135,11 @@ def test_kernels_beside_the_limits_of_the_processor(command: Command) -> None:
     found = {(case["name"], case["params"]["dtype"], case["params"]["threads"]) for case in cases}
     works = {("page_score", x) for x in ("float8_e4m3fn", "bfloat16", "float32")}
     works |= {("sketch_score", "uint8")}
-    works |= {("paged_attention", x) for x in ("bfloat16", "float32")}
+    works |= {
+        (f"paged_attention{rows}", x)
+        for rows in ("", ", misses")
+        for x in ("float8_e4m3fn", "bfloat16", "float16", "float32")
+    }
     assert found == {(*work, threads) for work in works for threads in {1, before}}
     for case in cases:
         assert [x["impl"] for x in case["results"]] == ["multiply_add", "read", case["name"]]
