@@ -30,7 +30,12 @@ _ADMIN: Final = PROTO.AccountRole["ROLE_ADMIN"]
 #: Methods that can be told to fail.
 _FAULTY: Final = ("GetCacheLocation", "StartWriteCache", "FinishWriteCache")
 
-Call = Callable[[Any], Awaitable[Any]]
+#: Passwords that wait to be hashed, a fifth of a second each; more are refused.
+_MOST_GUESSES: Final = 8
+#: See :meth:`Gate.refuse`.
+WAITS: Final = -1
+
+Call = Callable[..., Awaitable[Any]]
 
 
 class DebugService:
@@ -75,7 +80,8 @@ class Gate:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._hashing = asyncio.Lock()  # Guesses wait for each other.
+        self._hashing = asyncio.Lock()  # Guesses wait for each other, some of them.
+        self._waiting = 0
         #: Accounts that logged in, by a hash of what they sent.
         self._known: dict[bytes, Account] = {}
         self._key = secrets.token_bytes(32)
@@ -88,18 +94,25 @@ class Gate:
             authorization: the header; "" for none.
 
         Returns:
-            0: it is not; 401: who calls is unknown; 403: the role does not suffice.
+            0: it is not; 401: who calls is unknown; 403: the role does not suffice; 429: too many
+            ask at once; :data:`WAITS`: this manager does not lead, and the leader has the accounts.
         """
         reads = method.startswith(_READS)
         state = self._node.state
-        if state is None:  # The leader has the accounts; others tell who that is.
-            return 0 if reads else 401
+        if state is None:
+            return 0 if reads and method in _ANY_NODE else WAITS
         digest = hashlib.blake2b(authorization.encode(), key=self._key).digest()
         account = self._known.get(digest)
         if account is None or state.accounts.get(account.name) is not account:
             self._known.pop(digest, None)
-            async with self._hashing:
-                account = await log_in(state.accounts, authorization)
+            if self._waiting == _MOST_GUESSES:
+                return 429
+            self._waiting += 1
+            try:
+                async with self._hashing:
+                    account = await log_in(state.accounts, authorization)
+            finally:
+                self._waiting -= 1
             if account is None:
                 return 401
             if len(self._known) > len(state.accounts):  # Of accounts that changed.
@@ -131,20 +144,22 @@ class Dispatcher:
         function = getattr(self._services[method.service], name)
         running = self._node.running
 
-        async def call(request: Any) -> Any:
-            task = asyncio.create_task(self._call(method, function, request))
+        async def call(request: Any, *, waits: bool = False) -> Any:
+            task = asyncio.create_task(self._call(method, function, request, waits))
             running.add(task)
             task.add_done_callback(running.discard)
             return await asyncio.shield(task)
 
         return call
 
-    async def _call(self, method: Method, function: Any, request: Any) -> Any:
+    async def _call(self, method: Method, function: Any, request: Any, waits: bool) -> Any:
         begin = time.perf_counter()
         response = method.response()
         trace_id = getattr(request, "trace_id", "")  # DebugService has none.
         code, message = "OK", ""
         try:
+            if waits:  # It may lead since: who calls was not asked.
+                raise self._node.not_leader()
             if method.name not in _ANY_NODE:
                 self._node.check()
             self._debug.check(method.name, trace_id)

@@ -76,9 +76,13 @@ class Node:
     def check(self) -> None:
         """Refuse a request that the leader alone answers; else raise SERVER_NOT_LEADER."""
         if self.lease_left <= 0:
-            leader = self.leader if self.leader != self.name else ""
-            text = f"got {self.name}, expected the leader: {leader or 'not known yet'}"
-            raise ServiceError("SERVER_NOT_LEADER", f"manager: {text}")
+            raise self.not_leader()
+
+    def not_leader(self) -> ServiceError:
+        """Says who the leader is."""
+        leader = self.leader if self.leader != self.name else ""
+        text = f"got {self.name}, expected the leader: {leader or 'not known yet'}"
+        return ServiceError("SERVER_NOT_LEADER", f"manager: {text}")
 
     def demote(self) -> None:
         """Stop to lead; requests that run are answered."""
@@ -89,7 +93,7 @@ class Node:
         """Try to become the leader.
 
         Raises:
-            ConfigError: the store cannot be opened.
+            ConfigError: the store cannot be opened, or read.
             OSError: it fails.
         """
         self.leader = await asyncio.to_thread(self._store.acquire, self.name)
@@ -98,9 +102,10 @@ class Node:
             return
         try:
             state = await asyncio.to_thread(restore, self._store)
-        except BaseException:
-            self._store.close()
+        except OSError:
             raise
+        except Exception as error:  # Redis and SQLite have exceptions of their own.
+            raise ConfigError(f"store: got {one_line(error)}, expected its records") from error
         gc.freeze()
         try:
             await self._begin(state)
@@ -130,6 +135,7 @@ class Node:
 
     async def run(self) -> None:
         """Lead while the store is this manager's, and try to get it otherwise; for ever."""
+        told = ""
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
@@ -140,7 +146,8 @@ class Node:
                     self._pause = time.monotonic() + self.delay_s * self._demoted
                     self._demoted = False
             except (ConfigError, ServiceError, OSError) as error:
-                _LOG.error("%s", one_line(error))
+                if told != (told := one_line(error)):  # Not five times a second.
+                    _LOG.error("%s", told)
             self.looked = time.time()
 
     async def step_down(self) -> None:

@@ -102,8 +102,20 @@ class _Reader:
 
 
 def restore(store: Store) -> State:
-    """The state that a store has. Writes and deletions that had begun go on."""
+    """The state that a store has. Writes and deletions that had begun go on.
+
+    The store stays this manager's meanwhile; it is closed if that fails.
+    """
     state = State(Writer(store))
+    try:
+        _read(state, store)
+    except BaseException:
+        state.writer.close()
+        raise
+    return state
+
+
+def _read(state: State, store: Store) -> None:
     records: dict[int, list[tuple[int, bytes]]] = {kind: [] for kind in b"SGIBWAU"}
     for number, value in store.load():
         records[value[0]].append((number, value))
@@ -149,4 +161,3 @@ def restore(store: Store) -> State:
     for due, each in groupby(gone, key=lambda x: x.time):
         state.leave(list(each), due)
     store.write(lost | {x.number: None for x in instances if x.removed and not x.num_keys})
-    return state

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from hisparse.errors import ConfigError, one_line
-from hisparse.kvcm.dispatch import Call, Dispatcher, Gate
+from hisparse.kvcm.dispatch import WAITS, Call, Dispatcher, Gate
 from hisparse.kvcm.election import Node
 from hisparse.kvcm.metrics import Exporter
 from hisparse.kvcm.store import open_store
@@ -36,7 +36,11 @@ MAX_BODY: Final = 32 << 20
 #: Bytes of a JSON body that is read, or blocks of a response that is written, in a thread.
 _LARGE_BODY, _LARGE_RESPONSE = 1 << 16, 256
 #: Who is refused, as HTTP and gRPC say it.
-_REFUSED: Final = {401: grpc.StatusCode.UNAUTHENTICATED, 403: grpc.StatusCode.PERMISSION_DENIED}
+_REFUSED: Final = {
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 
 
 @dataclass(frozen=True)
@@ -75,25 +79,26 @@ def _http_app(
         exporter: shows the metrics, too.
     """
 
-    async def refuse(request: Request, method: str) -> Response | None:
+    async def ask(request: Request, method: str) -> int:
         if gate is None:
-            return None
-        status = await gate.refuse(method, request.headers.get("authorization", ""))
-        if not status:
-            return None
+            return 0
+        return await gate.refuse(method, request.headers.get("authorization", ""))
+
+    def refusal(status: int) -> Response:
         header = {"WWW-Authenticate": 'Basic realm="kvcm"'} if status == 401 else {}
         return Response(b"{}", status, header, "application/json")
 
     async def show_metrics(request: Request) -> Response:
-        refused = await refuse(request, "GetMetrics")
-        if refused is not None or exporter is None:
-            return refused or _json(404, b"{}")
+        status = await ask(request, "GetMetrics")
+        if status > 0 or exporter is None:
+            return refusal(status or 404)
         return Response(exporter.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def answer(request: Request) -> Response:
         method, call = calls[request.url.path]
-        if method.service != "meta" and (refused := await refuse(request, method.name)):
-            return refused
+        status = 0 if method.service == "meta" else await ask(request, method.name)
+        if status > 0:
+            return refusal(status)
         body = bytearray()
         try:
             async for chunk in request.stream():
@@ -110,7 +115,7 @@ def _http_app(
                 await asyncio.to_thread(read_json, bytes(body), message)
         except ValueError:
             return _json(400, b"{}")
-        response = await call(message)
+        response = await call(message, waits=status == WAITS)
         if len(getattr(response, "locations", ())) < _LARGE_RESPONSE:
             return _json(200, write_json(response))
         return _json(200, await asyncio.to_thread(write_json, response))
@@ -141,12 +146,13 @@ def _grpc_handlers(calls: dict[str, tuple[Method, Call]], gate: Gate | None) -> 
 
     def handler(method: Method, call: Call) -> Any:
         async def answer(request: Any, context: Any) -> Any:
+            status = 0
             if gate is not None and method.service != "meta":
                 told = dict(context.invocation_metadata() or ())
-                refused = await gate.refuse(method.name, str(told.get("authorization", "")))
-                if refused:
-                    await context.abort(_REFUSED[refused], f"{method.name}: got no such account")
-            return await call(request)
+                status = await gate.refuse(method.name, str(told.get("authorization", "")))
+                if status > 0:
+                    await context.abort(_REFUSED[status], f"{method.name}: got no such account")
+            return await call(request, waits=status == WAITS)
 
         return grpc.unary_unary_rpc_method_handler(
             answer, method.request.FromString, method.response.SerializeToString

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import queue
-import socket
+import secrets
 import sqlite3
 import threading
 import time
@@ -196,6 +196,7 @@ class RedisStore:
         except (redis.RedisError, ValueError) as error:
             raise self._refuse(error) from None
         self._name, self._epoch = "", 0
+        self._writing = threading.Lock()  # Of two threads one would take the other for a manager.
 
     @staticmethod
     def _refuse(error: Exception) -> ConfigError:
@@ -203,7 +204,7 @@ class RedisStore:
         return ConfigError(f"{text}: {one_line(error)}")
 
     def acquire(self, name: str) -> str:
-        self._name = f"{name} {socket.gethostname()}:{os.getpid()}"
+        self._name = f"{name} {_place()}:{os.getpid()}"
         try:
             owner = self._redis.get(self._owner)
             if owner is None or _is_dead(owner.decode()):
@@ -230,7 +231,7 @@ class RedisStore:
 
         kept = {number: value for number, value in changes.items() if value is not None}
         gone = [number for number, value in changes.items() if value is None]
-        with self._redis.pipeline(transaction=True) as pipeline:
+        with self._writing, self._redis.pipeline(transaction=True) as pipeline:
             pipeline.watch(self._owner, self._epochs)
             found, others = pipeline.get(self._owner), pipeline.get(self._epochs)
             if found not in (None, owner) or int(others or 0) != epoch:
@@ -258,13 +259,19 @@ class RedisStore:
         self._redis.close()
 
 
-def _is_dead(owner: str) -> bool:
-    """Whether an owner was a process of this host that is gone.
+def _place() -> str:
+    """Where process numbers mean the same: this machine since it started, and this container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return secrets.token_hex(8)  # Nobody's: leases alone tell who is gone.
 
-    One with this process's number may live in another container: its lease tells.
-    """
-    host, _, pid = owner.partition(" ")[2].rpartition(":")
-    return host == socket.gethostname() and not psutil.pid_exists(int(pid))
+
+def _is_dead(owner: str) -> bool:
+    """Whether an owner was a process that would be seen here, and is gone."""
+    place, _, pid = owner.partition(" ")[2].rpartition(":")
+    return place == _place() and not psutil.pid_exists(int(pid))
 
 
 def open_store(place: str) -> Store:

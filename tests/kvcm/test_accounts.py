@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import socket
 import sqlite3
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import grpc
 import pytest
 import requests
 
-from tests.kvcm.manager import METHODS, Client, Manager, ManagerError, instance
+from tests.kvcm.manager import METHODS, Client, Manager, ManagerError, instance, wait_until
 
 Start = Callable[..., Manager]
 
@@ -129,4 +132,45 @@ def test_who_does_not_lead_has_no_accounts(managers: Start, tmp_path: Path) -> N
     managers(store=place)
     waits = managers(store=place, login=True)
     assert not waits.http.admin("checkHealth")["is_leader"]
-    assert _status(waits, "updateLogger", _basic("ann", "x")) == 401
+    for method in ("updateLogger", "listAccount", "addStorage"):
+        with pytest.raises(ManagerError, match="SERVER_NOT_LEADER: .*expected the leader: 127"):
+            waits.http.admin(method)
+        with pytest.raises(ManagerError, match="SERVER_NOT_LEADER"):
+            waits.grpc.admin(method)
+
+
+def test_who_asks_before_it_leads_is_not_answered_after(managers: Start, tmp_path: Path) -> None:
+    """The accounts came while the body of the request did."""
+    place = str(tmp_path / "db")
+    first = managers(store=place)
+    _add(first.http, "ann", "ROLE_ADMIN")
+    waits = managers(store=place, login=True)
+    with socket.create_connection(("127.0.0.1", waits.ports["admin_http"])) as slow:
+        path = METHODS["admin", "listAccount"].http_path
+        slow.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{{".encode())
+        time.sleep(0.2)
+        first.stop()
+        wait_until(lambda: _status(waits, "listAccount", None) == 401)
+        slow.sendall(b"}")
+        answer = slow.recv(1 << 16).decode()
+        while "NOT_LEADER" not in answer and "ann" not in answer:
+            more = slow.recv(1 << 16).decode()
+            assert more, answer
+            answer += more
+    assert "SERVER_NOT_LEADER" in answer and "ann" not in answer.partition("\r\n\r\n")[2]
+
+
+def test_guesses_do_not_queue(managers: Start, tmp_path: Path) -> None:
+    place = str(tmp_path / "db")
+    manager = managers(store=place)
+    _add(manager.http, "ann", "ROLE_ADMIN")
+    manager.stop()
+    manager = managers(store=place, login=True)
+    ann = _basic("ann", "secret")
+    assert _status(manager, "listStorage", ann) == 200
+    wrong = [_basic("ann", str(guess)) for guess in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        guesses = [pool.submit(_status, manager, "listStorage", each) for each in wrong]
+        # Who has logged in is known.
+        assert _status(manager, "listStorage", ann) == 200
+        assert {x.result() for x in guesses} == {401, 429}

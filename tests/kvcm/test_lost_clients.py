@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import redis
 from google.protobuf import json_format
 
+from hisparse.errors import ConfigError
 from hisparse.kvcm.blocks import delete_due, expire_sessions
 from hisparse.kvcm.dispatch import Dispatcher
 from hisparse.kvcm.election import Node
@@ -210,6 +212,42 @@ def test_no_write_begins_while_a_storage_moves(tmp_path: Path) -> None:
         assert set(manager.codes()) <= {2}
 
     _run(tmp_path, test)
+
+
+def test_a_store_that_fails_while_it_is_read(tmp_path: Path) -> None:
+    """The manager tries again, and nothing of the first try goes on."""
+
+    class Failing(_Store):
+        opened = 0
+
+        def acquire(self, name: str) -> str:
+            self.opened += 1
+            return name
+
+        def load(self) -> Any:
+            if self.opened < 4:
+                raise TimeoutError("no answer") if self.opened % 2 else redis.TimeoutError("none")
+            return super().load()
+
+    async def run() -> None:
+        store = Failing()
+        node = Node(store, default_startup(tmp_path, 1 << 20))
+        node.name = "a"
+        with pytest.raises(OSError, match="no answer"):
+            await node.campaign()
+        with pytest.raises(ConfigError, match="store: got TimeoutError: none, expected its records"):
+            await node.campaign()
+        running = asyncio.create_task(node.run())
+        while node.lease_left <= 0:
+            await asyncio.sleep(0.01)
+        assert store.opened == 4
+        names = [x.name for x in threading.enumerate()]
+        assert names.count("kvcm-store") == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await node.step_down()
+
+    asyncio.run(run())
 
 
 def test_instances_have_limits(managers: Callable[..., Manager]) -> None:
