@@ -48,10 +48,12 @@ layers, and warns of other sizes.
 
 For prompts of 4 to 8 times the budget, tokens are those of transformers, in float32 with random
 weights, retracted requests and two ranks included. Trained weights, images, MiniMax-M3's experts
-and a GPU have not run. MTP and `--qsa-indexer-dtype fp8_e4m3` are refused, with MiniMax-M3 also
-`--pp-size`, `storage` and prefill and decode servers, and both by `HiSparseCache`.
+and a GPU have not run. MiniMax-M3 was also tested with n-grams, a pipeline, a store, prefill and
+decode servers and fp8; Qwen4-Exp is a hybrid.
+Unlike in SGLang, `--qsa-indexer-dtype fp8_e4m3` gives keys a scale and rounds no queries.
+`HiSparseCache` refuses both.
 
-Fields of the configuration tell others, which are refused before they load: GLM-5-Next, Qwen2.5-1M,
+Others are refused before they load: GLM-5-Next, Qwen2.5-1M,
 Hunyuan V4, LongCat, and these, which would take
 
 - MiniCPM (InfLLM-V2): scores by means of 32 keys, one every 16 tokens, which cross pages; dense

@@ -27,8 +27,9 @@ class PageSerializer:
     Args:
         host: the KV pool.
         page_tokens: T, tokens of a record, a multiple of the pool's page size.
-        entries: tensors ``[L, host pages, ...]`` that records hold beside K and V, by name.
-        with_kv: whether records hold K and V; if not, only ``entries``, whose L may be smaller.
+        entries: tensors ``[n, host pages, ...]`` that records hold beside K and V, by name: n of L
+            layers have them.
+        with_kv: whether records hold K and V; if not, only ``entries``.
 
     Attributes:
         host, page_tokens: as given.
@@ -54,9 +55,9 @@ class PageSerializer:
         )
         self.page_tokens = page_tokens
         self.pages_per_record = page_tokens // host.kv.page_size
-        per_page = sum(x[0, 0].nbytes for x in self._entries)
+        per_page = sum(x[:, 0].nbytes for x in self._entries)
         layer = page_tokens * host.format.layer_token_bytes * with_kv
-        self.record_bytes = (layer + self.pages_per_record * per_page) * self._num_layers
+        self.record_bytes = layer * self._num_layers + self.pages_per_record * per_page
 
     def describe(self) -> str:
         """Dtypes and shapes of a record, for the key: another description is another format."""
@@ -77,7 +78,8 @@ class PageSerializer:
         for layer in range(self._num_layers):
             if self._with_kv:
                 parts = self.host.format.split(read_tokens(self.host.stored(layer), slots))
-            for part in (*parts, *(x[layer][pages.to(x.device)].cpu() for x in self._entries)):
+            entries = (x[layer] for x in self._entries if layer < len(x))
+            for part in (*parts, *(x[pages.to(x.device)].cpu() for x in entries)):
                 data = part.contiguous().view(-1).view(torch.uint8).view(len(out), -1)
                 out[:, offset : offset + data.shape[1]] = data
                 offset += data.shape[1]
@@ -99,7 +101,7 @@ class PageSerializer:
                 tokens = (len(slots), kv.num_kv_heads)
                 parts = [take(part.dtype, *tokens, part.width) for part in kv_format.parts]
                 write_tokens(kv_format.join(parts), self.host.stored(layer), slots)
-            for each in self._entries:
+            for each in (x for x in self._entries if layer < len(x)):
                 entries = take(each.dtype, len(pages), *each.shape[2:])
                 each[layer, pages.to(each.device)] = entries.to(each.device)
         # The forward that reads what was written runs on another stream.

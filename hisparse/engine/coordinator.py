@@ -113,10 +113,10 @@ class SparseCoordinator:
         return self.transferred
 
     def stored_entries(self) -> dict[str, Tensor]:
-        """What a store keeps of pages beside K and V, by name, ``[L, host pages, ...]``.
+        """What a store keeps of pages beside K and V, by name, ``[layers, host pages, ...]``.
 
-        :class:`Representation` gives shapes and dtypes. An indexer's keys cannot be computed from
-        K and V, so they are stored; the rest is built again after a load.
+        The layers are those with an indexer: its keys cannot be computed from K and V. The rest is
+        built again after a load. :class:`Representation` gives shapes and dtypes.
         """
         return self.representations.of_model
 

@@ -66,7 +66,7 @@ class Representations:
             for name, x in memory.items()
         }
         self._kv = kv
-        self._per_page = [name for name, kind in kinds.items() if kind.per == "page"]
+        self._per_page = {n: kind for n, kind in kinds.items() if kind.per == "page"}
         self.of_pages = {n: memory[n] for n, r in self._saved.items() if r.per == "page"}
         self.of_model = {n: x for n, x in self.of_pages.items() if kinds[n].source == "model"}
         self.only_of_pages = len(self.of_pages) == len(self._saved)
@@ -87,10 +87,15 @@ class Representations:
         layers = self._kv.selecting_layers if selecting else self._kv.full_layers
         return [keeping if x in layers else otherwise for x in range(self._kv.num_layers)]
 
-    def pages_of(self, layer_id: int) -> list[Tensor]:
-        """Entries of pages in one layer, ``[host pages, *shape]`` in their dtypes, if any."""
-        names = (name for name in self._per_page if layer_id in self._layers[name])
-        return [self.tensors[name][layer_id] for name in names]
+    def pages_of(self, layer_id: int) -> list[tuple[Tensor, bool]]:
+        """Entries of pages in one layer, if any.
+
+        Returns:
+            ``[host pages, *shape]`` in their dtypes, and whether the model's indexer gives them,
+            maybe before a page is full.
+        """
+        kinds = {n: x for n, x in self._per_page.items() if layer_id in self._layers[n]}
+        return [(self.tensors[n][layer_id], x.source == "model") for n, x in kinds.items()]
 
     def begin(self, slot: int) -> None:
         """Start a request in a slot; the next forward zeroes the slot's state."""

@@ -70,13 +70,13 @@ class _Saved(NamedTuple):
 
     Attributes:
         rows: the device tables of all requests.
-        entries: each representation ``[host pages, ...]`` of the layer, with its entries
-            ``[B, W, ...]`` of the pages that drafts can fill.
+        entries: each representation ``[host pages, ...]`` of the layer, its entries ``[B, W, ...]``
+            of the pages that drafts can fill, and whether tokens write them before a page is full.
         swapped_in: for each attention mode, its requests, and their selection (None: every page).
     """
 
     rows: RowSnapshot
-    entries: list[tuple[Tensor, Tensor]]
+    entries: list[tuple[Tensor, Tensor, bool]]
     swapped_in: list[tuple[DecodeStep, Selection | None]]
 
 
@@ -216,7 +216,11 @@ class _Verification:
         tail_index = self._upload(np.where(moved & (ends % size > 0), ends // size, -1)).int()
         index = self._upload(requests)
         rows, table = self._rows_of(index), batch.host_page_table[index]
-        device = self._manager.device
+        pages, device = self._fillable[index], self._manager.device
+        # What tokens write before a page is full stays in the page of the last accepted token.
+        column = ends // size - batch.seq_lens_cpu[requests] // size
+        begun = (np.arange(pages.shape[1]) == column[:, None]) & (ends % size > 0)[:, None]
+        after = pages.masked_fill(self._upload(begun).bool(), 0)
         for layer_id, saved in run.saved.items():
             with serial_operators(self._device):
                 tables = saved.rows.take(rows)
@@ -226,8 +230,8 @@ class _Verification:
                     for swapped_in in saved.swapped_in:
                         self._replay(layer_id, *swapped_in, replayed)
                 self._manager.kv_io.read_changed(layer_id, before, table, tail_index)
-                for tensor, entries in saved.entries:
-                    tensor[self._fillable[index]] = entries[index]
+                for tensor, entries, by_token in saved.entries:
+                    tensor[after if by_token else pages] = entries[index]
 
     def _replay(
         self,
@@ -277,4 +281,4 @@ class _Verification:
         """The state of a layer before a run."""
         rows = self._manager.device.save_rows(layer_id, self._rows, self._width)
         kept = self._engine.representations.pages_of(layer_id)
-        return _Saved(rows, [(tensor, tensor[self._fillable]) for tensor in kept], [])
+        return _Saved(rows, [(x, x[self._fillable], by_token) for x, by_token in kept], [])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms.dsa import DSA
+from hisparse.algorithms.msa import MSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.topp import TopP
 from hisparse.cache.kv_io import read_tokens
@@ -33,6 +34,8 @@ TOKENS: dict[str, Any] = {
     "num_sink_pages": 0,
     "num_recent_pages": 0,
 }
+#: An indexer whose keys are written before their page is full.
+BLOCKS: dict[str, Any] = {"algorithm": MSA(index_dtype="float32"), "num_sink_pages": 0}
 #: Rows that hold all pages that drafts select, so that a run has many tokens.
 ROOMY = {"device_buffer": 160, "max_row": 160}
 #: A run has up to four tokens, which select pages that the row lacks.
@@ -45,6 +48,8 @@ SETTINGS = [
     ),
     pytest.param(TOKENS, id="dsa-latents"),
     pytest.param(TOKENS | {"kv_cache_dtype": "fp8_e4m3"}, id="dsa-latents-fp8"),
+    pytest.param(BLOCKS, id="msa"),
+    pytest.param(BLOCKS | ROOMY | {"page_size": 16, "budget": 64}, id="msa-drafts-within-a-page"),
     pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
     pytest.param({"layers": 4, "reuse_layers": 2, "dense_layers": (1,)}, id="reuse-dense-layer"),
     pytest.param({"min_sparse_context": 105}, id="dense-and-sparse"),
@@ -79,6 +84,15 @@ class Draft:
 
 class DraftingSimulator(Simulator):
     """Verifies drafts as SGLang does: one forward, then what is accepted."""
+
+    def request(self, *args: Any, **options: Any) -> Request:
+        """The same; where heads select apart, with a head of the indexer for each of them."""
+        new = super().request(*args, **options)
+        if self.algorithm.indexer and self.policy.heads > 1:
+            queries, keys, weights = new.indexer
+            heads = self.policy.heads
+            new.indexer = IndexerInputs(queries[:, :, :heads], keys, weights[..., :heads])
+        return new
 
     def reserve(self, request: Request, length: int) -> None:
         """Give a request the host pages of its first ``length`` tokens."""
@@ -168,8 +182,17 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def assert_same_state(sim: DraftingSimulator, alone: DraftingSimulator) -> None:
-    """LRU tables, representations, resident pages and tail pages are those of ``alone``."""
+def assert_same_state(
+    sim: DraftingSimulator, alone: DraftingSimulator, requests: list[Request]
+) -> None:
+    """LRU tables, representations, resident pages and tail pages are those of ``alone``.
+
+    Of an indexer of blocks those of full pages: nothing reads the others before they are.
+    """
+    full = [page for r in requests for page in r.host_pages[: r.done // sim.page_size]]
+    blocks = sim.algorithm.indexer and sim.page_size > 1
+    # Not those of the padding page.
+    compared = full if blocks else slice(1, None)
     one, two = sim.manager.device, alone.manager.device
     for name, a, b in zip(one.states._fields, one.states, two.states, strict=True):
         if a is not None:
@@ -178,8 +201,7 @@ def assert_same_state(sim: DraftingSimulator, alone: DraftingSimulator) -> None:
     assert torch.equal(one.tail_pages, two.tail_pages)
     for name, tensor in sim.representations.of_pages.items():
         other = alone.representations.of_pages[name]
-        # Not those of the padding page.
-        assert torch.equal(bits(tensor[:, 1:]), bits(other[:, 1:])), name
+        assert torch.equal(bits(tensor[:, compared]), bits(other[:, compared])), name
     for layer in range(sim.layers):
         pages = one.states.device_pages[layer][one.states.slot_pages[layer] >= 0].long()
         for a, b in zip(one.stored(layer).tensors, two.stored(layer).tensors, strict=True):
@@ -225,7 +247,7 @@ def test_accepted_drafts_equal_decoding_one_token_at_a_time(
             expected = alone.decode(*(twins[b] for b in some))
             assert_served(out[:, some, token], expected, settings, (before, token))
         assert_same_tokens(sim, alone, requests)
-        assert_same_state(sim, alone)
+        assert_same_state(sim, alone, requests)
     assert [r.done for r in requests] == [r.done for r in twins]
 
 
@@ -270,6 +292,17 @@ def test_a_chain_within_a_page_is_one_decode_step() -> None:
     assert served == [3, 5] * sim.layers
 
 
+def test_keys_of_accepted_drafts_stay_in_a_page_that_rejected_ones_fill() -> None:
+    settings = BLOCKS | ROOMY | {"page_size": 16, "budget": 64}
+    (sim, (request, _)), (alone, (twin, _)) = simulator(settings), simulator(settings)
+    for accepted in (6, 1, 6):  # Of seven tokens each, from 101, 108 and 110 on.
+        sources = [(request, request.done + i) for i in range(7)]
+        sim.verify(Draft(request, sources, length=7, accepted=accepted))
+    while twin.done < request.done:
+        alone.decode(twin)
+    assert_same_state(sim, alone, [request])
+
+
 def test_a_chain_from_dense_to_sparse() -> None:
     # Tokens 105 and 106 are in the same page. Up to token 105 every page is attended.
     settings = ROOMY | {"min_sparse_context": 105, "page_size": 8}
@@ -277,4 +310,4 @@ def test_a_chain_from_dense_to_sparse() -> None:
     sources = [(request, request.done + i) for i in range(8)]
     out = sim.verify(Draft(request, sources, length=8, accepted=7))
     assert torch.equal(out[:, 0], torch.cat([alone.decode(twin) for _ in sources], 1))
-    assert_same_state(sim, alone)
+    assert_same_state(sim, alone, [request])

@@ -111,3 +111,11 @@ class HuggingFace:
                 self.swapped.append(float((ours - theirs).abs().max() / seen.std()))
             out[0, position] = torch.tensor(chosen)
         return out
+
+
+@torch.no_grad()
+def behind_the_best(net: Any, prompt: list[int], ids: list[int]) -> Tensor:
+    """How far the logprob of each of ``ids`` is behind that of the best token, ``[n]``."""
+    logprobs = net(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    best: Tensor = logprobs.amax(-1)
+    return best - logprobs[range(len(ids)), ids]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from tiny_models import INDEX_TOP_K, MSA_BLOCK, MSA_BUDGET, MSA_DENSE, QSA_BUDGET
+from tiny_models import INDEX_TOP_K, MSA_BLOCK, MSA_BUDGET, MSA_DENSE, MSA_FIELDS, QSA_BUDGET
 
 #: SGLang wants a CPU for each of two ranks, or to be told.
 TWO_RANKS = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
@@ -72,6 +73,8 @@ MSA: dict[str, Any] = DSA | {
     "device_buffer_size": 2 * MSA_BUDGET,
     "dense_layers": MSA_DENSE,
 }
+#: What SGLang reads of the tiny model.
+MSA_FLAGS = ("--json-model-override-args", json.dumps(MSA_FIELDS))
 
 
 def latents(budget: int, max_row_capacity: int) -> dict[str, dict[str, Any]]:

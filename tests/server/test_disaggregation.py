@@ -36,6 +36,7 @@ FP8_LEAD = 0.05
 DOCUMENTS = [tokens(n, seed=n) for n in (7000, 801, 48, 15)] + SHARED.prompts
 
 INDEXER = settings.DSA | {"host_memory": "1GiB", "device_memory": "200MB"}
+MSA = settings.MSA | {"host_memory": "1GiB", "device_memory": "200MB"}
 
 
 def leaks_nothing(pair: Pair) -> None:
@@ -53,16 +54,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 latents": ("deepseek_v2", LATENTS | FP8),
     "indexer": ("deepseek_v32", INDEXER),
     "fp8 indexer": ("deepseek_v32", INDEXER | FP8),
+    "indexer of blocks": ("minimax_m3", MSA),
+    "fp8 indexer of blocks": ("minimax_m3", MSA | FP8),
     "windows": ("gemma3", SPARSE),
     "windows, caps": ("gemma2", SPARSE),
 }
+OF_MODEL = {"minimax_m3": settings.MSA_FLAGS}
 
 
 @pytest.mark.parametrize("name", few(CASES, "sketch"))
 def test_sparse_tokens_are_those_of_one_process(name: str, log_dir: Path) -> None:
     kind, config = CASES[name]
     env = {"TORCHDYNAMO_DISABLE": "1"}
-    flags, options = (*FLAGS, *POOL), {"config": config}
+    flags, options = (*FLAGS, *POOL, *OF_MODEL.get(kind, ())), {"config": config}
     log = log_dir / f"one-{name}.log"
     with Server(tiny_model(kind), log, *flags, **options, env=env) as server:
         right = [server.generate(prompt, NEW_TOKENS, top_logprobs=2) for prompt in DOCUMENTS]

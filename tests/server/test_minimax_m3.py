@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checks import assert_nothing_held, counting
 from harness import Server
-from hugging_face import greedy, load
+from hugging_face import behind_the_best, greedy, load
 from parts import more
 from planned_bytes import assert_planned
 from refusing import refusal, resolve
-from settings import CHECKED, MSA, TWO_RANKS
+from settings import CHECKED, MSA, MSA_FLAGS, TWO_RANKS
 from tiny_models import CONTEXT, KV_HEADS, MSA_BLOCK, MSA_BUDGET, MSA_FIELDS, tiny_model
+from torch import Tensor
+from transformers import DynamicCache
 from workload import tokens
+
+from hisparse.cache.formats import format_of
+from tests.shapes import small_spec
 
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,7 +36,7 @@ PROMPTS = [
 ]
 FLAGS = (
     *("--chunked-prefill-size", "128", "--max-running-requests", "4"),
-    *("--max-total-tokens", "20000", "--json-model-override-args", json.dumps(MSA_FIELDS)),
+    *("--max-total-tokens", "20000", *MSA_FLAGS),
 )
 #: Every tenth forward sends running requests back to the queue.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
@@ -112,6 +118,51 @@ def test_two_ranks_give_the_tokens_of_one(log_dir: Path, expected: list[list[int
         assert [answer.ids for answer in answers] == expected
 
 
+def as_eight_bits(update: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """An update of a cache of transformers that keeps K and V as the server stores them."""
+
+    def rounded(cache: Any, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+        spec = small_spec(head_dim=k.shape[-1], v_head_dim=v.shape[-1], kv_cache_dtype="fp8_e4m3")
+        kept = format_of(spec).as_read(*(x[0].transpose(0, 1).contiguous() for x in (k, v)))
+        return update(cache, *(x.transpose(0, 1)[None] for x in kept), *args, **options)
+
+    return rounded
+
+
+@more
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"),
+        ("--pp-size", "2"),
+    ],
+    ids=["n-grams", "pipeline"],
+)
+def test_other_modes_change_no_token(
+    flags: tuple[str, ...], log_dir: Path, expected: list[list[int]]
+) -> None:
+    with serve(log_dir, flags[1].lower(), *flags, env=TWO_RANKS) as server:
+        assert [x.ids for x in server.generate_many(PROMPTS, NEW_TOKENS)] == expected
+
+
+@more
+def test_eight_bits_choose_nearly_the_best_tokens(
+    log_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each token the logprob, by transformers with such K and V, is close to the best one's."""
+    with serve(log_dir, "fp8", "--kv-cache-dtype", "fp8_e4m3") as server:
+        answers = [answer.ids for answer in server.generate_many(PROMPTS, NEW_TOKENS)]
+        assert_planned(
+            server,
+            *(tiny_model("minimax_m3"), CHECKED | MSA | {"kv_cache_dtype": "fp8_e4m3"}),
+            **{"context": CONTEXT, "max_requests": 4},
+        )
+    net = model()
+    monkeypatch.setattr(DynamicCache, "update", as_eight_bits(DynamicCache.update))
+    behind = torch.cat([behind_the_best(net, *x) for x in zip(PROMPTS, answers, strict=True)])
+    assert behind.max() < 1e-3
+
+
 def m3(**changes: Any) -> str:
     """The line of MiniMax-M3's refusal, with other fields of its indexer."""
     sparse = MSA_FIELDS["sparse_attention_config"] | changes
@@ -122,12 +173,10 @@ def m3(**changes: Any) -> str:
 
 def test_a_model_whose_indexer_scores_blocks_for_each_kv_head() -> None:
     name, folder = "MiniMaxM3SparseForCausalLM", tiny_model("minimax_m3")
-    flags = ("--json-model-override-args", json.dumps(MSA_FIELDS))
+    flags = MSA_FLAGS
     assert refusal(*flags, model=folder).endswith("expected an algorithm that asks it: msa")
     message = refusal(*flags, model=folder, config=MSA | {"dense_layers": [1]})
     assert f"dense_layers: got [1], expected [0], the layers of {name} without an inde" in message
-    message = refusal(*flags, "--speculative-algorithm", "NGRAM", model=folder, config=MSA)
-    assert "algorithm is msa, which does not go with --speculative-algorithm NGRAM" in message
     resolve(*flags, model=folder, config=MSA)
     assert f"sparse_score_type of {name}: got lse, expected max" in m3(sparse_score_type="lse")
     assert f"sparse_num_index_heads of {name}: got 4, expected 2" in m3(sparse_num_index_heads=4)

@@ -15,12 +15,11 @@ import pytest
 import torch
 from checks import assert_nothing_held, counting
 from harness import Server
-from hugging_face import greedy, load
+from hugging_face import behind_the_best, greedy, load
 from parts import MORE
 from planned_bytes import assert_planned
 from settings import CHECKED, QSA, TWO_RANKS
 from tiny_models import CONTEXT, QSA_BUDGET, tiny_model
-from torch import Tensor
 from workload import tokens
 
 pytestmark = MORE
@@ -128,21 +127,27 @@ def test_sglangs_own_backend_gives_most_tokens(log_dir: Path, expected: list[lis
     assert sum(map(eq, found, expected)) >= 4
 
 
-def test_bfloat16_chooses_nearly_the_best_tokens(log_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "env", "most"),
+    [
+        (("--dtype", "bfloat16"), {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}, 0.3),
+        # Some selections are others.
+        (("--qsa-indexer-dtype", "fp8_e4m3"), {}, 1.0),
+    ],
+    ids=["bfloat16", "fp8 index keys"],
+)
+def test_less_bits_choose_nearly_the_best_tokens(
+    flags: tuple[str, ...], env: dict[str, str], most: float, log_dir: Path
+) -> None:
     """Of each token the logprob, by transformers in float32, is close to that of the best one."""
-    config = CHECKED | QSA | {"algorithm_config": {"index_dtype": "bfloat16"}}
-    flags = ("--dtype", "bfloat16", "--max-total-tokens", "20000")
-    env = {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
-    with serve(log_dir, "bfloat16", *flags, config=config, env=env) as server:
+    config = CHECKED | QSA | {"algorithm_config": {}}
+    flags += ("--max-total-tokens", "20000")
+    with serve(log_dir, flags[1], *flags, config=config, env=env) as server:
         answers = [answer.ids for answer in server.generate_many(PROMPTS, NEW_TOKENS)]
+        planned = config | {"algorithm_config": {"index_dtype": "float8_e4m3fn"}}
+        if not env:
+            sizes = {"context": CONTEXT, "max_requests": 4}
+            assert_planned(server, tiny_model("qwen4_exp"), planned, **sizes)
     net = load(tiny_model("qwen4_exp"))
-    behind = torch.cat([_behind(net, *x) for x in zip(PROMPTS, answers, strict=True)])
-    assert int((behind == 0).sum()) >= 0.85 * len(behind) and behind.max() < 0.3
-
-
-@torch.no_grad()
-def _behind(net: Any, prompt: list[int], ids: list[int]) -> Tensor:
-    """How far the logprob of each of ``ids`` is behind that of the best token, ``[n]``."""
-    logprobs = net(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    best: Tensor = logprobs.amax(-1)
-    return best - logprobs[range(len(ids)), ids]
+    behind = torch.cat([behind_the_best(net, *x) for x in zip(PROMPTS, answers, strict=True)])
+    assert int((behind == 0).sum()) >= 0.85 * len(behind) and behind.max() < most

@@ -330,7 +330,7 @@ def test_a_model_whose_indexer_scores_blocks(
     assert f"page_size: got 16, expected 4, the tokens that {name}" in message
     served = QSA | {"budget": 1024, "device_buffer_size": 2048}
     message = refused(served, "--qsa-indexer-dtype", "fp8_e4m3")
-    assert "--qsa-indexer-dtype is fp8_e4m3, which hisparse does not support yet" in message
+    assert "--qsa-indexer-dtype: got fp8_e4m3 beside index_dtype 'float32', expected" in message
     message = refused(served, "--speculative-algorithm", "NGRAM")
     assert f"--speculative-algorithm NGRAM is given, and {name} has layers of linear" in message
     resolve("--disable-radix-cache", model=model, config=served)

@@ -22,7 +22,7 @@ from harness import Answer, Server
 from hugging_face import greedy, load
 from parts import few, more
 from plugins import make_plugin
-from settings import DSA, ROOMY, SPARSE, TWO_RANKS
+from settings import DSA, MSA, MSA_FLAGS, ROOMY, SPARSE, TWO_RANKS
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
@@ -114,6 +114,7 @@ RESTARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "chunks": ("llama", {}, ("--chunked-prefill-size", "128")),
     "mla": ("deepseek_v2", {}, ()),
     "dsa": ("deepseek_v32", DSA | {"algorithm_config": {}, "device_memory": "64MB"}, ()),
+    "msa": ("minimax_m3", MSA | {"algorithm_config": {}, "device_memory": "64MB"}, MSA_FLAGS),
 }
 
 

@@ -71,12 +71,14 @@ def test_records_move_between_all_layouts(shape: dict[str, Any]) -> None:
     assert torch.equal(records[0], records[1]) and torch.equal(records[0], records[2])
 
 
-def test_entries_of_an_indexer_travel_with_the_page() -> None:
+@pytest.mark.parametrize("layers", [2, 3])
+def test_entries_of_an_indexer_travel_with_the_page(layers: int) -> None:
+    """Which some of the three layers may lack."""
     source, target = (make_pool("layer_first", **SHAPES["pages of one token"]) for _ in range(2))
     fill(source, seed=1)
     rng = torch.Generator().manual_seed(2)
-    keys = torch.randint(0, 256, (3, NUM_PAGES, 16), generator=rng).to(torch.uint8)
-    scales = torch.rand(3, NUM_PAGES, generator=rng)
+    keys = torch.randint(0, 256, (layers, NUM_PAGES, 16), generator=rng).to(torch.uint8)
+    scales = torch.rand(layers, NUM_PAGES, generator=rng)
     entries = {"key": keys.view(torch.float8_e4m3fn), "scale": scales}
     empty = {name: torch.zeros_like(x.view(torch.uint8)).view(x.dtype) if x.dim() == 3
              else torch.zeros_like(x) for name, x in entries.items()}  # fmt: skip

@@ -10,15 +10,7 @@ from torch import Tensor
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.sglang.features.base import (
-    PIPELINE,
-    PREFILL_OR_DECODE,
-    SPECULATION,
-    STORAGE,
-    Feature,
-    IndexerKind,
-    asks_indexer,
-)
+from hisparse.sglang.features.base import Feature, IndexerKind, asks_indexer
 from hisparse.sglang.models import RowwiseInputs, Trained, check_trained, name_of
 
 #: Fields of transformers' configuration, and keys of ``sparse_attention_config`` as published.
@@ -98,7 +90,6 @@ class MiniMaxIndexer(Feature):
         trained=_trained,
     )
     kinds = (indexer,)
-    excludes = {serves[0]: (SPECULATION, PIPELINE, PREFILL_OR_DECODE, STORAGE)}
     hooks = {"sglang.srt.configs.model_config.is_minimax_sparse": around_is_minimax_sparse}
 
     def check(self, server_args: Any, config: HiSparseConfig) -> None:

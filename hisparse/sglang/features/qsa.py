@@ -1,21 +1,20 @@
 """Qwen4-Exp: passes what the indexers give for tokens to the algorithm ``qsa``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig
-from hisparse.sglang.features.base import (
-    Feature,
-    Flag,
-    IndexerKind,
-    asks_indexer,
-)
+from hisparse.errors import ConfigError
+from hisparse.sglang.features.base import Feature, IndexerKind, Start, asks_indexer
 from hisparse.sglang.models import Trained, check_trained, indexed_layers, name_of, rows_of_slice
 from hisparse.sglang.session import ServerSession, current_session
 from hisparse.types import BlockIndexerInputs, IndexerInputs
+
+#: Values of ``--qsa-indexer-dtype`` as the algorithm names them.
+_DTYPES = {"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 
 
 def _has_indexer(model_config: Any) -> bool:
@@ -99,8 +98,24 @@ class QwenIndexer(Feature):
         trained=_trained,
     )
     kinds = (indexer,)
-    flags = (Flag("qsa_indexer_dtype", ("auto", "bfloat16"), "--qsa-indexer-dtype"),)
     hooks = {"sglang.srt.layers.attention.qsa.config.parse_qsa_profile": around_parse_qsa_profile}
+
+    def prepare(self, start: Start) -> Mapping[str, Any]:
+        """Take the dtype of index keys from SGLang's flag, which SGLang would check for a GPU.
+
+        Raises:
+            ConfigError: the settings name another dtype.
+        """
+        asked, options = start.args.qsa_indexer_dtype, start.config.algorithm_config
+        if asked not in _DTYPES:
+            return {}
+        got = options.get("index_dtype", _DTYPES[asked])
+        if got != _DTYPES[asked]:
+            raise ConfigError(
+                f"--qsa-indexer-dtype: got {asked} beside index_dtype {got!r}, expected one of them"
+            )
+        start.args.qsa_indexer_dtype = "auto"
+        return {"algorithm_config": {**options, "index_dtype": _DTYPES[asked]}}
 
     def check(self, server_args: Any, config: HiSparseConfig) -> None:
         """Require pages of the indexer's blocks; warn of sizes that it was not trained with."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,9 @@ import hybrids
 from adapters import ADAPTER_FLAGS, adapter_path
 from draft_models import noisy_model
 from hybrids import HYBRIDS
-from settings import DSA, MEMORY, MSA, QSA, ROOMY, SMALL_ROWS
+from settings import DSA, MEMORY, MSA, MSA_FLAGS, QSA, ROOMY, SMALL_ROWS
 from soak.stores import make_ledger
-from tiny_models import INDEX_TOP_K, KINDS, MSA_BUDGET, MSA_FIELDS, QSA_BUDGET, tiny_model
+from tiny_models import INDEX_TOP_K, KINDS, MSA_BUDGET, QSA_BUDGET, tiny_model
 
 from hisparse.eval.models import fetch
 
@@ -219,7 +218,7 @@ SCENARIOS = (
         model="minimax_m3",
         whole=True,
         config=MEMORY | MSA | {"max_row_capacity": 4 * MSA_BUDGET},
-        flags=("--json-model-override-args", json.dumps(MSA_FIELDS)),
+        flags=MSA_FLAGS,
         retracts=True,
         part=0.03,
     ),

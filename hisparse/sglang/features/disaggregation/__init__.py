@@ -32,8 +32,10 @@ from hisparse.sglang.features.base import (
     Start,
 )
 from hisparse.sglang.features.disaggregation.transfer import (
+    Buffers,
     IndexerTransfers,
     Transfers,
+    entry_buffers,
     scale_buffers,
 )
 from hisparse.sglang.hooks import around_write
@@ -94,9 +96,9 @@ def _around_free(original: Callable[..., None], pool: Any, request: Any) -> None
 def _around_setup_state_kv_args(
     original: Callable[..., None], kv_args: Any, token_to_kv_pool: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Describe the scales of eight bits, which move beside K and V.
+    """Describe the scales of eight bits and an indexer's keys, which move beside K and V.
 
-    They and an indexer's keys have formats of hisparse's own. The name of the dtype says so: SGLang
+    They have formats of hisparse's own. The name of the dtype says so: SGLang
     refuses a pair of servers with different names.
     """
     from sglang.srt.disaggregation.base.conn import StateType
@@ -111,15 +113,14 @@ def _around_setup_state_kv_args(
     kinds = [f"{name} {entries[name].dtype}" for name in sorted(entries)]
     if host.format is not host.format.plain:
         kinds.append(f"{host.kv.kv_cache_dtype} in pages of {size} tokens")
-    if (scales := scale_buffers(host, tokens)).pointers:
-        first = token_to_kv_pool.start_layer
-        append_state_component(
-            kv_args,
-            StateType.BLOCK_SCALE,
-            *scales,
-            # SGLang would else take them for keys and then values.
-            layer_ids=list(range(first, first + host.kv.num_layers)),
-        )
+    moved = scale_buffers(host, tokens)
+    if StateType.DSA not in kv_args.state_types:  # It has the keys.
+        keys = entry_buffers(entries, tokens // size)
+        moved = Buffers(*(a + b for a, b in zip(moved, keys, strict=True)))
+    if moved.pointers:
+        # SGLang would else take them for keys and then values.
+        numbers = list(range(len(moved.pointers)))
+        append_state_component(kv_args, StateType.BLOCK_SCALE, *moved, layer_ids=numbers)
     if kinds:
         kv_args.kv_cache_dtype_str = " ".join(["hisparse", *kinds])
 
