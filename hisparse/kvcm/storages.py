@@ -194,7 +194,8 @@ async def probe(storage: Storage) -> None:
 
 
 def _touch(path: str, create: bool) -> None:
-    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+    flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    descriptor = os.open(path, flags, 0o600)
     try:
         os.pwrite(descriptor, _PROBE, 0)
         os.fsync(descriptor)

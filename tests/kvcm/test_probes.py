@@ -94,6 +94,17 @@ def test_errors_that_count(
     assert _probe(new) and _probe(used)
 
 
+def test_a_link_in_its_place(tmp_path: Path) -> None:
+    """Who may write to the folder has no file of the manager's user written over."""
+    storage = _storage(tmp_path / "root")
+    (tmp_path / "root").mkdir()
+    kept = tmp_path / "kept"
+    kept.write_text("as it was")
+    (tmp_path / "root" / ".kvcm-nfs_01").symlink_to(kept)
+    assert not _probe(storage)
+    assert kept.read_text() == "as it was"
+
+
 def test_other_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = _storage(tmp_path)
     with monkeypatch.context() as patch:
