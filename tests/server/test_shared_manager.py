@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +13,10 @@ import pytest
 from checks import wait_for
 from harness import Server
 from parts import MORE
+from plugins import make_plugin
 from settings import ROOMY, SPARSE
 from test_storage import CACHED, start
+from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, DenseTokens
 
 from tests.kvcm.manager import Forker, Manager, running
@@ -62,15 +66,15 @@ def test_two_servers_on_one_manager(
         assert "UNAVAILABLE" in reader.log() and "Traceback" not in reader.log()
 
 
-def _asked_again(server: Server) -> Any:
-    """The answer of a server that finds the prompt in the store, once it calls it again."""
+def _asked_again(server: Server, prompt: list[int] = PROMPT) -> Any:
+    """The answer of a server that finds the prompt in the store."""
     end = time.monotonic() + 60
     while True:
         server.flush_cache()
-        answer = server.generate(PROMPT, NEW_TOKENS)
-        if answer.cached == CACHED:
+        answer = server.generate(prompt, NEW_TOKENS)
+        if answer.cached == (len(prompt) - 1) // 16 * 16:
             return answer
-        assert time.monotonic() < end, "the manager was not called again"
+        assert time.monotonic() < end, "the prompt is not found"
         time.sleep(0.5)
 
 
@@ -82,3 +86,42 @@ def test_a_server_without_its_manager(log_dir: Path, dense_tokens: DenseTokens) 
         lines = [line for line in server.log().splitlines() if "127.0.0.1:1:" in line]
         assert "UNAVAILABLE" in lines[0] and "prompts are computed" in lines[0]
         assert len(lines) <= 3, lines
+
+
+def stock(log_dir: Path, tmp_path: Path, manager: Manager, model: str, layout: str) -> Server:
+    """SGLang without hisparse's attention, with its own hierarchical cache."""
+    source = (Path(__file__).parent / "hicache_on_cpu.py").read_text()
+    backend = {"backend_name": "kvcm", "class_name": "HiCacheKVCM", "model": model}
+    backend |= {"module_path": "hisparse.sglang.hicache", "prefetch_threshold": 16}
+    backend |= {"manager": f"127.0.0.1:{manager.ports['rpc']}", "timeout_s": 20.0}
+    return Server(
+        tiny_model("llama"),
+        log_dir / f"managed-stock-{layout}.log",
+        *("--page-size", "16", "--max-total-tokens", "8000", "--enable-cache-report"),
+        *("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-io-backend", "direct"),
+        *("--hicache-mem-layout", layout, "--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-storage-backend", "dynamic"),
+        *("--hicache-storage-backend-extra-config", json.dumps(backend)),
+        backend="torch_native",
+        python_path=[make_plugin(tmp_path / "plugin", "hicache_on_cpu:load", source)],
+    )
+
+
+def test_a_server_without_hisparse_shares_pages_with_one_that_has_it(
+    log_dir: Path, tmp_path: Path, manager: Manager, dense_tokens: DenseTokens
+) -> None:
+    right, other = dense_tokens("llama", PROMPTS), PROMPTS.prompts[4]
+    with start(log_dir, "managed-sparse", None, managed(manager, SPARSE)) as server:
+        server.generate(PROMPT, NEW_TOKENS)
+        wait_for(server, "storage_offloaded_pages", 93)
+        (model,) = re.findall(r"storage: manager .*, model (\w{32}),", server.log())
+        with stock(log_dir, tmp_path, manager, model, "layer_first") as without:
+            answer = _asked_again(without)
+            assert (answer.ids, answer.cached) == (right[5], CACHED)
+            assert without.generate(other, NEW_TOKENS).ids == right[4]
+            with start(log_dir, "managed-dense", None, managed(manager, ROOMY)) as dense:
+                assert _asked_again(dense, other).ids == right[4]
+                assert dense.counted("storage_damaged_pages", "storage_errors") == (0, 0)
+            manager.kill()
+            assert without.generate(PROMPTS.prompts[3], NEW_TOKENS).ids == right[3]
+            assert "UNAVAILABLE" in without.log() and "Traceback" not in without.log()
