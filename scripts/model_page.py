@@ -28,9 +28,8 @@ _END = """\
 ## What decides
 
 hisparse serves models whose layers attend causally with MHA, GQA or MLA, over all tokens or a
-window, with heads of one number and width. It reads that from the layers that SGLang has built,
-whether the table has the model or not. *Fallback* marks models that SGLang runs with the
-code of transformers (`--model-impl transformers`).
+window, with heads of one number and width. It reads that from the layers that SGLang has built.
+*Fallback* marks models that SGLang runs with transformers' code (`--model-impl transformers`).
 
 ## Models that select by themselves
 
