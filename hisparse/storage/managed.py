@@ -133,7 +133,7 @@ class ManagedStore:
         return found
 
     def put(self, namespace: Namespace, keys: Sequence[str], pages: Sequence[Buffer]) -> bool:
-        """Store pages; True: all are stored, or others write them now.
+        """Store pages; True: all are stored, or others write them now. False: there is no room.
 
         Args:
             namespace: of the pages.
@@ -143,12 +143,15 @@ class ManagedStore:
         Raises:
             HiSparseError: the manager does not answer, or the system refuses.
         """
-        begun = self._call(
-            namespace,
-            "StartWriteCache",
-            block_keys=list(map(block_key, keys)),
-            write_timeout_seconds=_WRITE_S,
-        )
+        numbers = list(map(block_key, keys))
+        try:
+            begun = self._call(
+                namespace, "StartWriteCache", block_keys=numbers, write_timeout_seconds=_WRITE_S
+            )
+        except ManagerError as error:
+            if error.code == "INTERNAL_ERROR":  # What it answers where a quota is full.
+                return False
+            raise
         mask, uris = begun.block_mask, _uris_of(begun, namespace)
         skipped = [*mask.bool_masks.values] or [i < mask.offset for i in range(len(keys))]
         if len(skipped) != len(keys) or skipped.count(False) != len(uris):

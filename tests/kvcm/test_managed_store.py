@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -179,6 +180,13 @@ def test_a_disk_that_refuses(
     assert put(store, 3, 4) and get(store, 3, 4) == [True, True]
 
 
+def test_a_full_group_is_read_on(managers: Start) -> None:
+    with closing(opened(managers(capacity=2 * (SIZE + 16), share=1.0))) as store:
+        assert put(store, 1, 2)
+        assert not put(store, 3)
+        assert find(store, 1, 2, 3) == 2 and get(store, 1, 2, 3) == [True, True, None]
+
+
 def test_a_folder_that_is_not_mounted(managers: Start) -> None:
     manager = managers(probes=False)  # It is mounted where the manager is.
     with closing(opened(manager)) as store:
@@ -263,6 +271,19 @@ def test_the_next_manager_is_asked(managers: Start) -> None:
         second.kill()
         with pytest.raises(ManagerError, match="UNAVAILABLE"):
             find(store, 2)
+
+
+def test_the_manager_after_one_that_hangs_is_asked(managers: Start) -> None:
+    first, second = managers(), managers()
+    with closing(opened(first, second, timeout_s=1.0)) as store:
+        put(store, 1)
+        os.kill(first.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(ManagerError, match="DEADLINE_EXCEEDED"):
+                find(store, 1)
+            assert find(store, 1) == 0 and put(store, 2)
+        finally:
+            os.kill(first.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 200 OK\r\n\r\nrubbish" * 10, b"\0" * 100])
