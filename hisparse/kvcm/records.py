@@ -24,7 +24,7 @@ from hisparse.kvcm.store import Store, Writer
 from hisparse.kvcm.wire import PROTO
 
 #: Blocks of a record of their use; bytes of each: number, time, uses.
-_USED_BLOCKS: Final = 1 << 16
+_USED_BLOCKS: Final = 1 << 14
 _USED_BYTES: Final = 24
 
 
@@ -33,10 +33,13 @@ async def save_usage(state: State) -> None:
     if not state.was_read:
         return
     state.was_read = False
-    shelves = [x for instance in state.instances.values() for x in instance.blocks.values()]
-    blocks = [block for shelf in shelves for block in shelf.values() if block.uses]
-    parts = [blocks[at : at + _USED_BLOCKS] for at in range(0, len(blocks), _USED_BLOCKS)]
-    values = [await asyncio.to_thread(_pack_usage, part) for part in parts]
+    values = []
+    for instance in list(state.instances.values()):
+        for shelf in list(instance.blocks.values()):
+            blocks = list(shelf.values())
+            for at in range(0, len(blocks), _USED_BLOCKS):
+                part = blocks[at : at + _USED_BLOCKS]
+                values.append(await asyncio.to_thread(_pack_usage, part))
     numbers = state.usage + [state.new_number() for _ in range(len(values) - len(state.usage))]
     state.usage = numbers[: len(values)]
     gone: dict[int, bytes | None] = dict.fromkeys(numbers)
@@ -44,6 +47,7 @@ async def save_usage(state: State) -> None:
 
 
 def _pack_usage(blocks: list[Block]) -> bytes:
+    blocks = [x for x in blocks if x.uses]
     columns = [x.number for x in blocks], [x.time for x in blocks], [x.uses for x in blocks]
     count = len(blocks)
     return b"U" + struct.pack(f"<{count}q{count}d{count}q", *chain(*columns))

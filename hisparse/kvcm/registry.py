@@ -69,11 +69,9 @@ class Registry:
             name = config.global_unique_name
             if name in self._state.storages:
                 raise _failed(f"storage {quoted(name)}: got one that exists, expected a new name")
-            await self._keep_storage(Storage(self._state.new_number(), config, True))
-
-    async def _keep_storage(self, storage: Storage) -> None:
-        await self._state.writer.write({storage.number: storage.record()})
-        self._state.storages[storage.name] = storage
+            storage = Storage(self._state.new_number(), config, True)
+            await self._state.writer.write({storage.number: storage.record()})
+            self._state.storages[name] = storage
 
     async def enable(self, name: str, enabled: bool) -> None:
         """Show a storage's blocks and write to it, or neither."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final
 from urllib.parse import parse_qs, urlencode
 
 import psutil
@@ -34,14 +34,11 @@ class LostStoreError(OSError):
     """Another manager has the store now."""
 
 
-class Store(Protocol):
-    """Records by number, which one manager at a time reads and writes.
+class Store:
+    """Records by number, which one manager at a time reads and writes. This one keeps nothing."""
 
-    Attributes:
-        lease_s: after so many seconds without a word another manager may have it; inf: never.
-    """
-
-    lease_s: float
+    #: After so many seconds without a word another manager may have it; inf: never.
+    lease_s: float = math.inf
 
     def acquire(self, name: str) -> str:
         """Get the store for a manager, unless another one has it.
@@ -55,9 +52,11 @@ class Store(Protocol):
         Raises:
             ConfigError: it cannot be opened.
         """
+        return name
 
     def load(self) -> Iterator[tuple[int, bytes]]:
         """All records, in any order."""
+        return iter(())
 
     def write(self, changes: Changes) -> None:
         """Make all changes or none; they survive the end of this process."""
@@ -69,35 +68,14 @@ class Store(Protocol):
         """Give it up; :meth:`acquire` may get it again."""
 
 
-class NoStore:
-    """Keeps nothing."""
-
-    lease_s = math.inf
-
-    def acquire(self, name: str) -> str:
-        return name
-
-    def load(self) -> Iterator[tuple[int, bytes]]:
-        return iter(())
-
-    def write(self, changes: Changes) -> None:
-        pass
-
-    def renew(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class SQLiteStore:
+class SQLiteStore(Store):
     """One file. A second one, ``<file>.leader``, is locked and has the name of who locked it.
+
+    The system frees the lock when its process ends.
 
     Args:
         path: of the file.
     """
-
-    lease_s = math.inf  # The system frees a lock when its process ends.
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -152,9 +130,6 @@ class SQLiteStore:
                 self._db.execute("ROLLBACK")
             raise
 
-    def renew(self) -> None:
-        pass
-
     def close(self) -> None:
         self._db.close()
         self._lock.close()
@@ -164,7 +139,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-class RedisStore:
+class RedisStore(Store):
     """One hash in Redis or Valkey.
 
     Args:
@@ -281,7 +256,7 @@ def open_store(place: str) -> Store:
         ConfigError: it is no place.
     """
     if not place:
-        return NoStore()
+        return Store()
     if place.startswith(("redis://", "rediss://")):
         return RedisStore(place)
     if "://" in place:

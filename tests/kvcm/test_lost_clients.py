@@ -22,11 +22,11 @@ from hisparse.kvcm.records import restore
 from hisparse.kvcm.startup import default_startup
 from hisparse.kvcm.state import Group, State
 from hisparse.kvcm.storages import Storage
-from hisparse.kvcm.store import Changes, NoStore, open_store
+from hisparse.kvcm.store import Changes, Store, open_store
 from tests.kvcm.manager import METHODS, Manager, instance, wait_until
 
 
-class _Store(NoStore):
+class _Store(Store):
     """Takes its time, and fails if told so."""
 
     delay = 0.0

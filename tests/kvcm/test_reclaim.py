@@ -18,7 +18,7 @@ from hisparse.kvcm.registry import Registry
 from hisparse.kvcm.startup import default_startup
 from hisparse.kvcm.state import Group
 from hisparse.kvcm.storages import Storage
-from hisparse.kvcm.store import NoStore
+from hisparse.kvcm.store import Store
 from hisparse.kvcm.wire import PROTO
 from tests.kvcm.manager import (
     Client,
@@ -250,7 +250,7 @@ def test_what_a_slow_writer_leaves_is_deleted(
     monkeypatch.setattr(blocks, "_LATE_S", 0.2)
 
     async def run() -> None:
-        state = restore(NoStore())
+        state = restore(Store())
         storage, config = default_startup(tmp_path, 1 << 20)
         state.storages["nfs_01"] = Storage(1, storage, True)
         state.groups["default"] = Group(2, config)
