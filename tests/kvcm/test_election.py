@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from hisparse.kvcm.election import Node
+from hisparse.kvcm.startup import default_startup
+from hisparse.kvcm.store import Store
 from tests.kvcm.manager import Manager, ManagerError, instance, wait_until
 
 Start = Callable[..., Manager]
@@ -94,6 +98,45 @@ def test_a_leader_that_is_demoted(managers: Start, place: str) -> None:
     wait_until(lambda: _leads(first))
     assert time.monotonic() - begin >= 1.5
     assert first.http.match([1])
+
+
+class _Fails(Store):
+    """Cannot be read at first."""
+
+    fails = True
+    renewed = 0
+
+    def load(self) -> Any:
+        if self.fails:
+            raise ValueError("no answer")
+        return iter(())
+
+    def renew(self) -> None:
+        self.renewed += 1
+
+
+def test_a_store_that_fails_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up, and got again later."""
+    monkeypatch.setattr("hisparse.kvcm.store._RENEW_S", 0.01)
+    store = _Fails()
+
+    async def run() -> None:
+        node = Node(store, default_startup(tmp_path, 1 << 20))
+        running = asyncio.create_task(node.run())
+        await asyncio.sleep(0.5)
+        assert node.state is None
+        before = store.renewed
+        await asyncio.sleep(0.1)
+        assert store.renewed == before
+        store.fails = False
+        while node.state is None:
+            await asyncio.sleep(0.05)
+        running.cancel()
+        await node.step_down()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 @pytest.mark.parametrize("delay", [-1, 86_400_001])
