@@ -43,8 +43,9 @@ class HiCacheKVCM(HiCacheStorage):  # type: ignore[misc]
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``. ``extra_config`` has the options
             ``manager``, ``manager_group`` and ``timeout_s`` of hisparse's key ``storage``, and
-            ``model``: what servers must have in common to share pages. A server with hisparse logs
-            it; by default it is the name of the model.
+            ``model``: what servers must have in common to share pages, such as a digest of the
+            weights; a server with hisparse logs it. SGLang knows a name alone, which other weights
+            may have.
         others: of SGLang, unused.
 
     Raises:
@@ -54,7 +55,10 @@ class HiCacheKVCM(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, others: Any = None) -> None:
         given = {k: v for k, v in storage_config.extra_config.items() if k not in _OF_SGLANG}
         self._config = storage_config
-        self._model = str(given.pop("model", storage_config.model_name))
+        if (model := given.pop("model", None)) is None:
+            text = "what a server with hisparse logs, or another name of these weights alone"
+            raise ConfigError(f"{_FLAG}: model is not set; expected {text}")
+        self._model = str(model)
         if (manager := given.get("manager")) is None:
             raise ConfigError(f"{_FLAG}: manager is not set; expected HOST:PORT")
         options = from_options(StorageOptions, "storage", _FLAG, given)

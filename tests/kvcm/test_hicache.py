@@ -54,7 +54,8 @@ def tokens_of(pool: Any, page: int, is_latent: bool) -> torch.Tensor:
 
 def backend(of: Manager, pool: Any, is_latent: bool, **extra: Any) -> HiCacheKVCM:
     of.root.mkdir(mode=0o700, exist_ok=True)
-    given = {"manager": f"127.0.0.1:{of.ports['rpc']}", "class_name": "HiCacheKVCM"}
+    address = f"127.0.0.1:{of.ports['rpc']}"
+    given = {"manager": address, "class_name": "HiCacheKVCM", "model": "some weights"}
     config = HiCacheStorageConfig(
         tp_rank=1, tp_size=2, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
         is_mla_model=is_latent, enable_storage_metrics=False, is_page_first_layout=False,
@@ -148,6 +149,7 @@ def test_no_manager_is_a_miss_and_one_line(caplog: pytest.LogCaptureFixture) -> 
     ("extra", "expected"),
     [
         ({"manager": None}, "manager is not set; expected HOST:PORT"),
+        ({"model": None}, "model is not set; expected what a server with hisparse logs"),
         ({"manager": "host"}, "manager: got 'host', expected HOST:PORT"),
         ({"interface_v1": 1}, "unknown .*'interface_v1'"),
         ({"model": "\n"}, "model: got .*, expected 1 to 256 printable ASCII characters"),
