@@ -198,10 +198,10 @@ SCENARIOS = (
         lead=0.2,
         part=0.03,
     ),
-    # As DeepSeek-V3.2 selects: single tokens, as many as the model's indexer keeps.
+    # As GLM-5 selects: single tokens, as many as an indexer keeps, which some layers share.
     Scenario(
         name="dsa",
-        model="deepseek_v32",
+        model="glm_moe_dsa",
         config=MEMORY | DSA | {"max_row_capacity": 4 * INDEX_TOP_K},
     ),
     # As Qwen4-Exp selects, in prompts too.
