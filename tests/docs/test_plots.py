@@ -125,6 +125,23 @@ def test_every_figure_of_rulers_table_is_the_results() -> None:
     assert len(cells) == len(means) * (len(tasks) + 1)
 
 
+def test_every_figure_of_several_answers_is_the_results() -> None:
+    file = ROOT / "bench/results/2026-11-27-eval-long-qwen-4k-66e63ae.json"
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    rows = _page_rows("method, several answers", "bench/results/README.md")
+    for name, *shown in rows:
+        group = [cell for cell in cells if f"`{cell['method']}`" == name]
+        assert [(cell["task"], cell["n"]) for cell in group] == [("facts", 30), ("turns", 28)]
+        forms = ("{right:.0f} ({low:.0f}% to {high:.0f}%)".format(**_right(x)) for x in group)
+        assert shown == list(forms)
+    assert 2 * len(rows) == len(cells)
+
+
+def _right(cell: dict[str, Any]) -> dict[str, float]:
+    right = cell["score"] * cell["n"]
+    return {"right": right, "low": 100 * cell["low"], "high": 100 * cell["high"]}
+
+
 def test_every_figure_beside_locks_is_the_results() -> None:
     rows = _page_rows("model: bytes of `sketch`, LOCKS", "docs/sketch.md")
     for about, *shown in rows:
