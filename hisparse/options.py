@@ -20,7 +20,8 @@ T = TypeVar("T")
 #: Numbers of settings fit into 64 bits, as in most languages that write JSON.
 _LARGEST = 2**63 - 1
 #: HOST:PORT, once or several times.
-_ADDRESSES = re.compile(r"[^\s,/]+:\d{1,5}(, *[^\s,/]+:\d{1,5})*")
+_ADDRESS = r"(tls://)?[^\s,/]+:\d{1,5}"
+_ADDRESSES = re.compile(f"{_ADDRESS}(, *{_ADDRESS})*")
 
 
 def read_text(file: str | Path, flag: str) -> str:
@@ -244,7 +245,7 @@ class StorageOptions:
             its name there, such as "mooncake" or "dynamic".
         path: folder of the backend "file".
         manager: instead of a path: "HOST:PORT" of the gRPC of a manager, which knows the pages of
-            many servers; several with commas if one of them leads.
+            many servers, or "tls://HOST:PORT"; several with commas if one of them leads.
         manager_group: instance group there, which has the quota.
         size: most bytes of the backend "file"; the least recently used pages leave first. A
             fraction is of the file system's size. None: no limit.

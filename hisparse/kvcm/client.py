@@ -40,13 +40,14 @@ class ManagerClient:
     """Calls methods of MetaService. Any thread may call it.
 
     Args:
-        addresses: "HOST:PORT" of its gRPC; or several with commas, of managers of which one leads.
+        addresses: "HOST:PORT" of its gRPC, with "tls://" before it if that is encrypted; or several
+            with commas, of managers of which one leads.
         timeout_s: time limit of a call.
     """
 
     def __init__(self, addresses: str, timeout_s: float) -> None:
         self._addresses = [address.strip() for address in addresses.split(",")]
-        self._channels = [grpc.insecure_channel(x, options=_OPTIONS) for x in self._addresses]
+        self._channels = list(map(_channel, self._addresses))
         self._timeout_s, self._leader = timeout_s, 0
 
     def call(self, name: str, **fields: Any) -> Any:
@@ -95,3 +96,11 @@ class ManagerClient:
         """Let go of the connections."""
         for channel in self._channels:
             channel.close()
+
+
+def _channel(address: str) -> Any:
+    """A connection. gRPC reads the certificates that it trusts from its own settings."""
+    host = address.removeprefix("tls://")
+    if host == address:
+        return grpc.insecure_channel(host, options=_OPTIONS)
+    return grpc.secure_channel(host, grpc.ssl_channel_credentials(), options=_OPTIONS)

@@ -62,7 +62,7 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
         {"path": "/x", "ttl_s": 3600}, {"backend": "mooncake", "ttl_s": 60},
         {"backend": "mooncake", "options": {"protocol": "tcp"}}, {"backend": "mooncake"},
         {"backend": "nixl", "path": "lru"}, {"backend": "hf3fs", "size": 4096}, {"size": "1GiB"},
-        {"manager": "127.0.0.1:6381"}, {"manager": "a:1, b:2", "manager_group": "g", "path": None},
+        {"manager": "127.0.0.1:6381"}, {"manager": "tls://a:1, b:2", "manager_group": "g"},
         {"manager": "a"}, {"manager": "a:1", "path": "/x"}, {"manager": "a:1", "backend": "nixl"},
         {"path": "/x", "swap_min_tokens": 100}, {"path": "/x", "swap_min_tokens": None},
     ),

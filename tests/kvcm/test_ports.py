@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,8 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from hisparse.errors import HiSparseError
+from hisparse.kvcm.client import ManagerClient
 from tests.command import Command
 from tests.kvcm.manager import METHODS, ROOT, Client, Manager, ManagerError
 
@@ -94,7 +97,9 @@ def test_faults_are_off_by_default(shared: Manager) -> None:
                 call(b"", timeout=30)
 
 
-def test_all_ports_are_encrypted(managers: Start, tmp_path: Path) -> None:
+def test_all_ports_are_encrypted(
+    managers: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = shutil.which("openssl")
     if program is None:
         pytest.skip("there is no openssl to make a certificate")
@@ -123,6 +128,13 @@ def test_all_ports_are_encrypted(managers: Start, tmp_path: Path) -> None:
             assert channel.unary_unary(path)(b"", timeout=30)
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
             channel.unary_unary(path)(b"", timeout=30)
+    # gRPC reads the roots once in a process.
+    monkeypatch.setenv("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", str(certificate))
+    with (
+        closing(ManagerClient(f"tls://localhost:{ports['rpc']}", 30)) as client,
+        pytest.raises(HiSparseError, match="got INSTANCE_NOT_EXIST"),
+    ):
+        client.call("GetInstanceInfo", instance_id="absent")
 
 
 def test_flags_that_do_not_fit(tmp_path: Path, command: Command) -> None:
