@@ -89,7 +89,7 @@ NewTokens new_tokens_of(Arguments& in, const std::optional<TensorView> (&tails)[
 // For a device that runs `slots` blocks at once, each of which scores `batch` pages in a turn.
 dim3 grid_of(const SketchScoreParams& p, int64_t requests, int64_t slots, int64_t batch) {
   // Each block loads its queries: it pays to take some turns, unless the device is left idle.
-  constexpr int64_t kMostTurns = 8;
+  constexpr int64_t kMostTurns = 16;
   const auto quotient = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t rows = requests * p.request_blocks, tails = p.tail.keys.data != nullptr;
   const int64_t turns = quotient(p.width, batch);
@@ -114,7 +114,7 @@ void launch(const OnDevice& on, int64_t requests, const SketchScoreParams& p) {
                               << "GPU has; expected a smaller page_size";
   }
   const int64_t resident = std::clamp<int64_t>((most + kReserved) / (bytes() + kReserved), 1,
-                                               score_blocks(kQueries));
+                                               score_blocks<Layout>(kQueries));
   on.launch("sketch_score", sketch_score_kernel<Layout, kQueries, kParts>,
             grid_of(p, requests, resident * on.attribute(cudaDevAttrMultiProcessorCount),
                     warps * kBatch),
@@ -150,11 +150,12 @@ void launch_queries(const OnDevice& on, int64_t requests, const SketchScoreParam
       if (launch_known<KnownLayout<576, 16, 180>, kQueries>(on, requests, p)) return;
     }
   }
+  constexpr int kAny = kQueries == 4 ? 8 : kQueries;
   // A query in float32 is a sum of two float16 numbers.
   if (p.query.type == NumberType::kFloat32) {
-    launch<AnyLayout, kQueries == 4 ? 8 : kQueries, 2>(on, requests, p);
+    launch<AnyLayout<>, kAny, 2>(on, requests, p);
   } else {
-    launch<AnyLayout, kQueries, 1>(on, requests, p);
+    launch<AnyLayout<>, kAny, 1>(on, requests, p);
   }
 }
 

@@ -135,15 +135,13 @@ void write_detail(const SketchLayout& l, Workspace& w, uint8_t* out) {
     const uint8_t code = scale_code(std::max(w.high[d] - w.base[d], w.base[d] - w.low[d]) * 0.5f);
     scales[d] = scale_of(code);
     if (!w.chosen[d]) continue;
-    out[l.mask() + d / 8] |= static_cast<uint8_t>(1 << d % 8);
-    out[l.channel_scales() + place] = code;
-    const auto number = static_cast<uint16_t>(d);  // its low byte first
-    std::memcpy(out + l.channels() + place++ * l.channel_width(), &number, l.channel_width());
+    out[l.channels() + d / 8] |= static_cast<uint8_t>(1 << d % 8);
+    out[l.channel_scales() + place++] = code;
   }
   for (int32_t t = 0; t < l.page_size; t += 16) {
     const int32_t last = std::min(t + 16, l.page_size), bytes = (last - t + 3) / 4;
     encode_tokens(w, scales.data(), t, last, w.codes.data());
-    uint8_t* packed = out + l.dim + t / 4;
+    uint8_t* packed = out + l.codes() + t / 4;
     for (int32_t d = 0; d < l.dim; ++d) {
       if (!w.chosen[d]) continue;
       std::copy_n(reinterpret_cast<const uint8_t*>(&w.codes[d]), bytes, packed);
@@ -189,7 +187,7 @@ void page_sketch(Arguments& in) {
   p.heads = static_cast<int32_t>(keys.size(2));
   p.layout = {static_cast<int32_t>(keys.size(3)), static_cast<int32_t>(keys.size(1)),
               static_cast<int32_t>(num_channels), numbered != 0};
-  require_sketches(sketches);
+  require_sketches(sketches, p.layout);
   for (int64_t i = 0; i < p.num_pages; ++i) {
     if (p.host_page(i) >= p.num_host_pages) {
       TVM_FFI_THROW(ValueError) << "host_pages: got " << p.host_page(i) << ", expected at most "

@@ -94,7 +94,7 @@ HISPARSE_NOINLINE void add_codes(Tile<Layout>& tile) {
   Ints* out = tile.sums.data();
   for (int32_t i = 0; i < count; ++i) {
     tile.fetch_next(i, 1);
-    const uint8_t* packed = tile.sketches[i] + l.dim;
+    const uint8_t* packed = tile.sketches[i] + l.codes();
     for (int32_t t = 0; t < row; t += 4, out += kVectors * kQueries) {
       Ints sums[kVectors][G] = {};
       const auto add = [&](const uint8_t* own, int32_t quad) HISPARSE_INLINED {
@@ -183,14 +183,13 @@ float score_any(const SketchLayout& l, const float* q, float scale, const uint8_
     const float unit = scale_of(sketch[l.block_scales() + d / kBlock]);
     base += q[d] * scale * static_cast<int8_t>(sketch[d]) * unit;
   }
-  const int32_t row = l.code_bytes();
   for (int32_t d = 0, place = 0; d < l.dim && place < l.num_channels; ++d) {
-    if (!(sketch[l.mask() + d / 8] >> d % 8 & 1)) continue;
-    const uint8_t* codes = sketch + l.dim + place * row;
-    const float x = q[d] * scale * scale_of(sketch[l.channel_scales() + place++]);
+    if (!(sketch[l.channels() + d / 8] >> d % 8 & 1)) continue;
+    const float x = q[d] * scale * scale_of(sketch[l.channel_scales() + place]);
     for (int32_t t = 0; t < l.page_size; ++t) {
-      logits[t] += x * ((codes[t / 4] >> t % 4 * 2 & 3) - 1.5f);
+      logits[t] += x * (static_cast<float>(l.code_of(sketch, place, t)) - 1.5f);
     }
+    ++place;
   }
   const float top = *std::max_element(logits.begin(), logits.end());
   float total = 0;
@@ -334,19 +333,19 @@ void sketch_score(Arguments& in) {
   p.kv_heads = static_cast<int32_t>(sketches.size(1));
   p.layout = {static_cast<int32_t>(dim), static_cast<int32_t>(page_size),
               static_cast<int32_t>(num_channels), numbered != 0};
-  require_sketches(sketches);
+  require_sketches(sketches, p.layout);
   const Queries queries(p.query, p.scale, p.batch * p.kv_heads, p.q_heads / p.kv_heads,
                         p.layout.dim);
   const auto is = [&](const SketchLayout& l) {
     return p.layout.dim == l.dim && p.layout.page_size == l.page_size &&
-           p.layout.num_channels == l.num_channels && p.layout.numbered == l.numbered;
+           p.layout.num_channels == l.num_channels;
   };
   // The usual shapes take a third less time if they are known.
   using Wide = KnownLayout<128, 16, 40, false>;
   using Narrow = KnownLayout<64, 16, 20, false>;
   const bool in_range = is(Wide::get())     ? score_all(p, Wide{}, queries)
                         : is(Narrow::get()) ? score_all(p, Narrow{}, queries)
-                                            : score_all(p, AnyLayout{p.layout}, queries);
+                                            : score_all(p, AnyLayout<false>{p.layout}, queries);
   if (!in_range) {
     require_host_pages(p.host_pages, p.num_pages, p.batch, p.num_columns, p.num_host_pages);
   }

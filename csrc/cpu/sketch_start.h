@@ -138,7 +138,7 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
   for (int32_t i = 0; i < count; ++i, chosen += stride) {
     const int64_t block = tile.heads[i] * queries.blocks + done / kQueries;
     const int8_t* rows = queries.rows.data() + block * width * kQueries;
-    choose(tile.sketches[i] + l.mask(), l.blocks(), rows, chosen);
+    choose(tile.sketches[i] + l.channels(), l.blocks(), rows, chosen);
   }
   chosen = tile.chosen.data();
   for (int32_t i = 0; i < count; ++i, chosen += stride, multiples += 4 * places) {

@@ -91,7 +91,7 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
     int32_t place = 0;
     for (int32_t d = 0; d < width; d += kChannels) {
       uint64_t mask = 0;
-      std::memcpy(&mask, sketch + l.mask() + d / 8, std::min(8, l.blocks() - d / 8));
+      std::memcpy(&mask, sketch + l.channels() + d / 8, std::min(8, l.blocks() - d / 8));
       // As 16-bit numbers; a 32-bit lane has channels of one block.
       const __m512i base = load_bytes(sketch + d, l.dim - d);
       const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(base, 8), 8);

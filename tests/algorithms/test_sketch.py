@@ -54,7 +54,7 @@ def test_better_than_quest_in_fewer_bytes(seed: int) -> None:
     query = queries[None] / math.sqrt(DIM)
     exact = torch.einsum("hd,psd->hps", query[0], keys[:, :, 0]).logsumexp(-1)
 
-    layout = SketchLayout(DIM, SIZE, 20)
+    layout = SketchLayout(DIM, SIZE, 20, numbered=False)
     sketches = torch.zeros(PAGES, 1, layout.num_bytes, dtype=torch.uint8)
     page_sketch(keys, sketches, table[0], layout)
     ours = sketch_score(query, sketches, table, lens, layout)[0][0]

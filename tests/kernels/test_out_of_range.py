@@ -36,7 +36,7 @@ from tests.kernels.world import i32
 
 #: Of three pages each, in tensors of nine.
 TABLE, BEYOND, NEAREST = ([[3, *pages], [2, 5, 6]] for pages in ([1, 7], [12, -2], [8, 0]))
-LAYOUT, LATENT = SketchLayout(16, 4, 5), LatentRow(64, 16)
+LATENT = LatentRow(64, 16)
 TAILS, TAIL_LENS = i32([3, 1]), i32([4, 2])
 
 
@@ -56,19 +56,21 @@ def score(kind: str, impl: str, table: Any = TABLE, counts: Any = (3, 0)) -> lis
         outlines = torch.randint(100, (9, 2, outline_bytes(16))).byte()
         scores = outline_score(query, outlines, table, counts, impl=impl)
     else:
-        keys, sketches = torch.randn(9, 4, 2, 16), torch.zeros(9, 2, LAYOUT.num_bytes).byte()
-        page_sketch(keys, sketches, torch.arange(9), LAYOUT, impl="reference")
-        scores, _ = sketch_score(query, sketches, table, counts, LAYOUT, impl=impl)
+        layout = SketchLayout(16, 4, 5, impl != "cpu")
+        keys, sketches = torch.randn(9, 4, 2, 16), torch.zeros(9, 2, layout.num_bytes).byte()
+        page_sketch(keys, sketches, torch.arange(9), layout, impl="reference")
+        scores, _ = sketch_score(query, sketches, table, counts, layout, impl=impl)
     return [present(impl, scores, counts)]
 
 
 def tail(impl: str, pages: Tensor = TAILS, lens: Tensor = TAIL_LENS) -> list[Tensor | None]:
-    query, sketches = torch.randn(2, 4, 16), torch.zeros(1, 2, LAYOUT.num_bytes).byte()
+    layout = SketchLayout(16, 4, 5, impl != "cpu")
+    query, sketches = torch.randn(2, 4, 16), torch.zeros(1, 2, layout.num_bytes).byte()
     pool = StoredKV(torch.randn(9, 2, 4, 16), torch.randn(9, 2, 4, 16), None)
     none = torch.zeros(2, 0, dtype=torch.int32)
     tails = TailPages(pool, pages, lens)
     counts = i32([0, 0])
-    return [sketch_score(query, sketches, none, counts, LAYOUT, tail=tails, impl=impl)[1]]
+    return [sketch_score(query, sketches, none, counts, layout, tail=tails, impl=impl)[1]]
 
 
 def index(impl: str, table: Any = TABLE, counts: Any = (2, 0)) -> list[Tensor]:

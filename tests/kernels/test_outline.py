@@ -14,13 +14,13 @@ from hisparse.kernels import (
     page_outline,
     page_sketch,
 )
-from hisparse.kernels.sketch.reference import outline_values, sketch_keys
+from hisparse.kernels.sketch.reference import base_values, outline_values
 from tests.kernels.conftest import check_unwritten
 
 
 def outlined(pages: int, heads: int, dim: int, channels: int) -> tuple[Tensor, Tensor]:
     """Sketches and outlines of random pages; one channel in ten is far above the others."""
-    layout = SketchLayout(dim, 4, channels)
+    layout = SketchLayout(dim, 4, channels, numbered=False)
     keys = torch.randn(pages, 4, heads, dim) + torch.randn(heads, dim)
     keys[..., ::10] *= 8
     sketches = torch.zeros(pages, heads, layout.num_bytes, dtype=torch.uint8)
@@ -40,18 +40,11 @@ def test_an_outline_stands_for_the_sketchs_base(dim: int, channels: int) -> None
     sketches, outlines = outlined(5, 2, dim, channels)
     assert outlines.shape == (5, 2, outline_bytes(dim))
     got = outline_values(outlines, dim)
-    base = base_of(sketches, SketchLayout(dim, 4, channels))
+    base = base_values(sketches, SketchLayout(dim, 4, channels, numbered=False))
     blocks = torch.nn.functional.pad(base.abs(), (0, -dim % 8)).unflatten(-1, (-1, 8)).amax(-1)
     most = blocks.repeat_interleave(8, dim=-1)[..., :dim]
     assert ((got - base).abs() <= 0.045 * most + 0.14 * base.abs()).all()
     assert (got.sign() * base.sign() >= 0).all()
-
-
-def base_of(sketches: Tensor, layout: SketchLayout) -> Tensor:
-    """What sketches stand for if the mask of their detailed channels is cleared."""
-    plain = sketches.clone()
-    plain[..., layout.mask : layout.channel_scales] = 0
-    return sketch_keys(plain, layout)[..., 0, :]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from hisparse.errors import KernelError
 from hisparse.kernels import SketchLayout, page_sketch, sketch_score
-from hisparse.kernels.sketch.op import SCALE_OFFSET
+from hisparse.kernels.sketch.layout import SCALE_OFFSET
 from hisparse.kernels.sketch.reference import sketch_keys
 from tests.kernels.conftest import check_unwritten
 from tests.kernels.gpu.on_gpu import ON_GPU
@@ -25,6 +25,7 @@ SHAPES = {
     "token-pages": (1, 2, 24, 0),
     "long-pages": (40, 1, 32, 10),
     "all-channels": (8, 1, 16, 16),
+    "latents": (20, 1, 264, 83),
 }
 
 
@@ -36,11 +37,11 @@ def some_keys(pages: int, size: int, heads: int, dim: int, dtype: torch.dtype) -
 
 
 def sketched(
-    keys: Tensor, channels: int, impl: str, *, numbered: bool = True
+    keys: Tensor, channels: int, impl: str, *, scored_by: str | None = None
 ) -> tuple[Tensor, SketchLayout]:
-    """Sketches of ``keys [P, S, Hkv, D]``, in order."""
+    """Sketches of ``keys [P, S, Hkv, D]``, in order, as ``scored_by`` reads them."""
     pages, size, heads, dim = keys.shape
-    layout = SketchLayout(dim, size, channels, numbered)
+    layout = SketchLayout(dim, size, channels, (scored_by or impl) != "cpu")
     sketches = torch.zeros(pages + 1, heads, layout.num_bytes, dtype=torch.uint8)
     # A GPU leaves out page 0, which is padding.
     page_sketch(keys, sketches, torch.arange(1, pages + 1), layout, impl=impl)
@@ -51,12 +52,11 @@ def sketched(
     ("shape", "dtype"),
     [*((shape, "fp32") for shape in SHAPES), ("usual", "bf16"), ("odd", "fp16")],
 )
-@pytest.mark.parametrize("numbered", [True, False], ids=["numbered", "bits"])
-def test_bytes_are_the_references(impl: str, shape: str, dtype: str, numbered: bool) -> None:
+def test_bytes_are_the_references(impl: str, shape: str, dtype: str) -> None:
     torch.manual_seed(0)
     size, heads, dim, channels = SHAPES[shape]
     keys = some_keys(6, size, heads, dim, DTYPES[dtype])
-    layout = SketchLayout(dim, size, channels, numbered)
+    layout = SketchLayout(dim, size, channels, impl != "cpu")
     got, expected = (torch.full((9, heads, layout.num_bytes), 99).byte() for _ in range(2))
     where = 1 + torch.randperm(8)[:6].int()
     where[::4] = -1
@@ -64,6 +64,17 @@ def test_bytes_are_the_references(impl: str, shape: str, dtype: str, numbered: b
     page_sketch(keys, expected, where, layout, impl="reference")
     assert torch.equal(got, expected)
     assert ((got == 99).flatten(1).all(1)).sum() == 5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_gpus_and_cpus_read_stands_for_the_same_keys(shape: str) -> None:
+    torch.manual_seed(7)
+    size, heads, dim, channels = SHAPES[shape]
+    keys = some_keys(4, size, heads, dim, torch.float32)
+    of_gpu, of_cpu = (
+        sketch_keys(*sketched(keys, channels, "reference", scored_by=x)) for x in (ON_GPU, "cpu")
+    )
+    assert torch.equal(of_gpu, of_cpu)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -125,7 +136,7 @@ def test_scores_are_the_log_of_summed_weights(
 ) -> None:
     torch.manual_seed(2)
     keys = some_keys(350, size, kv_heads, dim, torch.float32)
-    sketches, layout = sketched(keys, channels, "reference", numbered=impl != "cpu")
+    sketches, layout = sketched(keys, channels, "reference", scored_by=impl)
     query, scale = torch.randn(batch, q_heads, 2, dim).to(DTYPES[dtype])[:, :, 1], dim**-0.5
     # The table is a part of a wider one, as the coordinator hands it over.
     table = torch.randint(350, (batch, pages + 3), dtype=torch.int32)[:, :pages]
@@ -179,7 +190,7 @@ def test_rounding_is_small_beside_the_error_of_a_sketch(impl: str) -> None:
     """Pages are ranked by scores, so these need only be as good as the sketches are."""
     torch.manual_seed(5)
     keys = some_keys(400, 16, 1, 128, torch.float32)
-    sketches, layout = sketched(keys, 40, "reference", numbered=impl != "cpu")
+    sketches, layout = sketched(keys, 40, "reference", scored_by=impl)
     query = torch.randn(1, 4, 128) / 128**0.5
     pages = torch.arange(400, dtype=torch.int32)[None]
     scores, _ = sketch_score(query, sketches, pages, torch.tensor([400]).int(), layout, impl=impl)
@@ -202,6 +213,19 @@ def test_logits_far_apart_do_not_overflow(impl: str) -> None:
     assert_close(scores, torch.full((1, 2, 1), 2250.0), rtol=0.15, atol=0)
 
 
+def test_logits_too_large_for_a_sum_have_the_same_codes(impl: str) -> None:
+    """In words and in bytes of lanes, and of tokens beyond the first 16."""
+    torch.manual_seed(8)
+    keys = 100 * torch.randn(3, 20, 1, 96)
+    sketches, layout = sketched(keys, 43, "reference", scored_by=impl)
+    query, three = torch.randn(1, 2, 96), torch.arange(3, dtype=torch.int32)
+    scores, _ = sketch_score(query, sketches, three[None], three[2:] + 1, layout, impl=impl)
+    own = sketch_keys(sketches, layout)[:, 0]
+    expected = torch.einsum("bhd,psd->bhps", query, own).logsumexp(-1)
+    assert expected.min() > 500
+    assert_close(scores, expected, rtol=0.02, atol=0)
+
+
 def test_keys_beyond_the_largest_scale_are_scored_as_if_at_it(impl: str) -> None:
     keys = torch.full((2, 16, 1, 8), 3e5)
     keys[1] = 243_840
@@ -222,7 +246,7 @@ def test_equal_keys_are_their_base(impl: str) -> None:
 
 
 def test_query_heads_share_key_heads_evenly(impl: str) -> None:
-    layout = SketchLayout(8, 4, 3)
+    layout = SketchLayout(8, 4, 3, impl != "cpu")
     one = torch.ones(1, dtype=torch.int32)
     sketches = torch.zeros(4, 2, layout.num_bytes).byte()
     with pytest.raises(KernelError, match="sketches: got 2 heads, expected a divisor of the 3"):
@@ -231,7 +255,7 @@ def test_query_heads_share_key_heads_evenly(impl: str) -> None:
 
 def test_a_page_beyond_the_sketches_is_refused_or_left_out(impl: str) -> None:
     """A GPU cannot say so without a wait; it never writes there."""
-    layout = SketchLayout(8, 4, 3)
+    layout = SketchLayout(8, 4, 3, impl != "cpu")
     sketches = torch.zeros(5, 1, layout.num_bytes).byte()
     store = partial(page_sketch, torch.ones(1, 4, 1, 8), sketches[:4], torch.tensor([4]), layout)
     if impl != ON_GPU:
@@ -244,7 +268,7 @@ def test_a_page_beyond_the_sketches_is_refused_or_left_out(impl: str) -> None:
 
 def test_cuda_refuses_sketches_without_numbers(fibers: str) -> None:
     keys = torch.randn(3, 16, 1, 64)
-    sketches, layout = sketched(keys, 20, "reference", numbered=False)
+    sketches, layout = sketched(keys, 20, "reference", scored_by="cpu")
     table, num_pages = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     with pytest.raises(KernelError, match="without the numbers of their channels.*expected numb"):
         sketch_score(torch.randn(1, 1, 64), sketches, table, num_pages, layout, impl=fibers)

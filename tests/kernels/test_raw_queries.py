@@ -130,7 +130,7 @@ def test_tail_pages_are_scored_exactly(
     if rows == 4:
         # The rows of a KV head's queries have the same tokens.
         pages = pages.view(batch, 2, 2)[..., :1].expand(-1, -1, 2).flatten()
-    layout = SketchLayout(dim, size, 5)
+    layout = SketchLayout(dim, size, 5, impl != "cpu")
     sketches = torch.zeros(4, kv_heads, layout.num_bytes, dtype=torch.uint8)
     query = torch.randn(batch, 4, dim).to(DTYPES[dtype])
     table = torch.ones(batch, 3, dtype=torch.int32)
@@ -167,7 +167,7 @@ def scored_with(tail: TailPages, impl: str) -> list[Tensor]:
     """The new tokens' pools and the scores, of one page without detail and of the tails."""
     assert tail.new is not None
     size, dim = tail.kv.k.shape[2:]
-    layout = SketchLayout(dim, size, 5)
+    layout = SketchLayout(dim, size, 5, impl != "cpu")
     sketches = torch.zeros(4, 2, layout.num_bytes, dtype=torch.uint8)
     one = torch.ones(3, 1, dtype=torch.int32)
     torch.manual_seed(3)
@@ -210,7 +210,7 @@ def test_new_tokens_beyond_the_pools_are_not_written(unverified: str) -> None:
 def test_a_tail_without_full_pages(impl: str) -> None:
     stored, keys = stored_pages(torch.randn(3, 1, 4, 16), "fp32")
     one = torch.ones(1, dtype=torch.int32)
-    layout = SketchLayout(16, 4, 3)
+    layout = SketchLayout(16, 4, 3, impl != "cpu")
     sketches = torch.zeros(4, 1, layout.num_bytes, dtype=torch.uint8)
     query = torch.randn(1, 2, 16)
     scores, lse = sketch_score(

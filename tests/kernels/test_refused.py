@@ -72,7 +72,7 @@ def state(*shape: int) -> RowState:
     return RowState(*(torch.zeros(shape, dtype=torch.int32) for _ in range(3)))
 
 
-SKETCH, LATENT, SLOT = SketchLayout(8, 4, 3), LatentRow(64, 16), torch.tensor([0])
+SKETCH, LATENT, SLOT = SketchLayout(8, 4, 3, False), LatentRow(64, 16), torch.tensor([0])
 EIGHT = quantize(f32(2, 1, 4, 8), f32(2, 1, 4, 8), torch.int8)
 TAIL = TailPages(StoredKV(f32(4, 1, 4, 8), f32(4, 1, 4, 8), None), i32([1] * 4), i32([1] * 4))
 TOKENS = NewTokens(f32(2, 2, 8), f32(2, 2, 8), StoredKV(*pool(9, 2, 4, 8)), torch.tensor([0, 4]),

@@ -145,7 +145,7 @@ def test_sketches_in_host_memory_are_read_for_candidates() -> None:
         attention(1, 1.0, hardware=H100._replace(read=read), **economy) for read in (1e9, 35.2)
     )
     read_us = 1000 * (far.hisparse_ms - near.hisparse_ms)
-    assert read_us == pytest.approx(32 * 8 * 127 * 8 * 400 / 35.2e3)
+    assert read_us == pytest.approx(32 * 8 * 127 * 8 * 384 / 35.2e3)
     assert near.hisparse_ms > 32 * 44 * 2.0 / 1000
 
 
@@ -232,7 +232,7 @@ def test_dipr_takes_the_kernels_of_sketches(batch: int) -> None:
     """
     found = attention(batch, 0.95, hardware=H200, algorithm="dipr", device_buffer_size=4096)
     share = 1000 * found.hisparse_ms / 32 / measured_us(f"128k x {batch} dipr", "cuda")
-    assert 0.69 < share < 1.05
+    assert 0.67 < share < 1.05
 
 
 def test_sketches_of_another_layout_take_the_kernel_for_any() -> None:

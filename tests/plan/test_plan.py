@@ -94,9 +94,9 @@ def test_bytes_of_a_request() -> None:
     found = fit(HiSparseConfig(budget=2048), LLAMA, H200, 32768)
     assert found.host_bytes_per_request == 32768 * TOKEN_BYTES
     assert found.host_bytes_per_token == 131072
-    # A sketch of a page of 16 in 32 layers and 8 heads: a byte a channel, a scale and a byte of the
-    # mask for 8 channels, two bits a token, a scale and a number for each of the 40 detailed ones.
-    representations = 32 * 8 * (128 + 2 * 128 // 8 + 40 * (16 // 4 + 2)) // 16
+    # A sketch of a page of 16 in 32 layers and 8 heads: a byte a channel, a scale for 8 of them,
+    # two bits a token, a scale and a number for each of the 40 detailed ones.
+    representations = 32 * 8 * (128 + 128 // 8 + 40 * (16 // 4 + 2)) // 16
     # 8 bytes of the GPU's page tables for 4 KiB.
     mapping = 131072 * 8 // 4096
     assert found.device_bytes_per_token == representations + mapping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.options import StorageOptions
+from hisparse.sglang.features.storage import representations
 from hisparse.sglang.features.storage.calls import StorageCounters, StorageHealth
 from hisparse.sglang.features.storage.pages import FilePages, RecordBuffer
 from hisparse.sglang.features.storage.records import RecordStore
@@ -187,7 +189,14 @@ def test_only_the_same_algorithm_and_options_find_them(monkeypatch: pytest.Monke
     others = [key(Simulator(**shape)) for shape in STORABLE.values()]
     assert others.index(first) == 1 and others.count(first) == 1
     assert key(Simulator(algorithm=Sketch(economy=True))) != first
-    monkeypatch.setattr(Sketch, "store_version", 2)
+    on_gpu = Simulator(algorithm=Sketch())
+    on_gpu.coordinator.policy = replace(on_gpu.coordinator.policy, device="cuda")
+    assert key(on_gpu) != first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sketch, "store_version", 2)
+        assert key(Simulator(algorithm=Sketch())) != first
+    # As it was while sketches, also those of other algorithms, had their bytes in another order.
+    monkeypatch.setattr(representations, "_FORMAT_VERSION", 3)
     assert key(Simulator(algorithm=Sketch())) != first
 
 

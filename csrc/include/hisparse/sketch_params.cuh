@@ -28,22 +28,22 @@ struct SketchScoreParams {
 };
 
 constexpr int32_t kScoreWarps = 4;     // of a block, at most
-// Blocks that shared memory has room for on a multiprocessor.
+// Blocks that shared memory has room for on a multiprocessor. Fewer leave registers for more queries,
+// for pages of several words, and where the layout is not known.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int32_t kScoreBlocks = 3;
 #else
 constexpr int32_t kScoreBlocks = 4;
 #endif
+template <typename Layout>
 HISPARSE_ANYWHERE constexpr int32_t score_blocks(int32_t queries) {
-  return queries > 8 ? kScoreBlocks - 1 : kScoreBlocks;
+  return queries > 8 ? 2 : Layout::kTokens != kWordTokens ? kScoreBlocks - 1 : kScoreBlocks;
 }
 constexpr int32_t kBatch = 16;         // pages that a warp scores at a time
 constexpr int32_t kHalf = 8;           // pages that are copied together
 constexpr int32_t kHalves = 3;         // of batches in shared memory: one and its successor's first
 constexpr int32_t kTileQueries = 8;    // columns of a product
 constexpr int32_t kRowBytes = 2 * kTileQueries;
-constexpr int32_t kMatrix = 8;         // channels of a matrix that is loaded
-constexpr int32_t kWordTokens = 16;    // tokens whose codes for a channel are a word
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.69314718f;
 // A page with an exponent beyond it, in absolute value, is scored again with its maximum known.
 constexpr float kFarExponent = 100.0f;
@@ -52,24 +52,8 @@ constexpr float kFarExponent = 100.0f;
 template <typename Layout>
 constexpr int kUnroll = Layout::kChannels <= 40 && Layout::kTokens <= kWordTokens ? 8 : 1;
 
-// Of this lane's rows of a left factor, whose tokens are 2 * (lane / 4) and the next one: their byte of a
-// word, in both halves of a pair of bytes; a code's bits in there, in the upper byte or in the lower one;
-// -1.5 in their place; and what makes good the power of four that is left, where a code's last bit is
-// 2^-24 and scales are times 2^5.
-__device__ inline uint32_t code_bytes() { return 0x4400u + 0x1111u * (lane_id() / 8); }
-__device__ inline uint32_t code_mask(int second) {
-  return lane_id() / 4 % 2 == 0 ? (second == 0 ? 0x03000300u : 0x000c000cu)
-                                : (second == 0 ? 0x00300030u : 0x00c000c0u);
-}
-__device__ inline uint32_t code_zero(int second) { return 0x80008000u | code_mask(second) / 2; }
-__device__ inline float code_power(int second) {
-  return lane_id() / 4 % 2 == 0 ? (second == 0 ? 0x1p11f : 0x1p17f)
-                                : (second == 0 ? 0x1p15f : 0x1p13f);
-}
-
 // Shared memory: of the block the queries' channels, for each tile of eight columns a row of float16
-// numbers, then perhaps a row of zeros; their factors; and of each warp some halves of batches. Four
-// queries are columns twice.
+// numbers; their factors; and of each warp some halves of batches. Four queries are columns twice.
 //
 // The rows that a warp reads together are of any channels. So each row may lie there eight times, side
 // by side: the i-th one of a matrix is read from the i-th copy, in banks of its own.
@@ -83,14 +67,8 @@ struct SketchScoreShared {
     return (queries + kTileQueries - 1) / kTileQueries;
   }
   HISPARSE_ANYWHERE constexpr int32_t blocks_of_lane() const { return (layout.blocks() + 3) / 4; }
-  HISPARSE_ANYWHERE constexpr int32_t slots() const {
-    return (layout.num_channels + kMatrix - 1) / kMatrix * kMatrix;
-  }
-  // Of a tile: channels; and that of zeros, for slots beyond the last channel.
-  HISPARSE_ANYWHERE constexpr int32_t zero_row() const { return 4 * kBlock * blocks_of_lane(); }
-  HISPARSE_ANYWHERE constexpr int32_t rows() const {
-    return zero_row() + (slots() != layout.num_channels);
-  }
+  // Channels of a tile.
+  HISPARSE_ANYWHERE constexpr int32_t rows() const { return 4 * kBlock * blocks_of_lane(); }
   HISPARSE_ANYWHERE constexpr int32_t row_stride() const { return copies * kRowBytes; }
   HISPARSE_ANYWHERE constexpr int32_t tile_bytes() const { return rows() * row_stride(); }
   HISPARSE_ANYWHERE constexpr int32_t part_bytes() const { return tiles() * tile_bytes(); }
@@ -162,15 +140,14 @@ struct QueryTile {
           const int32_t query_number = number + i * kScoreWarps;
           reinterpret_cast<float*>(shared + sizes.factors())[query_number] =
               __uint_as_float((exponent + 1u) << 23) * (scale * kLog2E);
-          write(0.0f, query_number, sizes.zero_row(), shared);
         }
       }
-      for (int32_t start = 0; start < sizes.zero_row(); start += kChannels) {
+      for (int32_t start = 0; start < sizes.rows(); start += kChannels) {
         if (kChannels < sizes.layout.dim) load(number, start);
 #pragma unroll
         for (int i = 0; i < kRows * kReads; ++i) {
           const int32_t d = start + i % kReads * kWarp + lane_id();
-          if (d >= sizes.zero_row()) continue;
+          if (d >= sizes.rows()) continue;
           write(read[i / kReads][i % kReads] * up[i / kReads], number + i / kReads * kScoreWarps, d,
                 shared);
         }

@@ -10,8 +10,8 @@ template <typename Layout>
 __device__ inline void copy_sketches(const SketchScoreParams& p, const SketchScoreShared& sizes,
                                      int32_t host_page, int32_t head, uint8_t* half) {
   const int32_t chunks = sizes.layout.num_bytes() / kCopyBytes;
-  // Lanes that copy a sketch together.
-  const int32_t lanes = chunks > 16 ? 32 : chunks > 8 ? 16 : 8, own = lane_id() % lanes;
+  constexpr int32_t lanes = 8;  // that copy a sketch together
+  const int32_t own = lane_id() % lanes;
   const uint8_t* first = p.sketches + head * p.sketch_head + own * kCopyBytes;
   const auto number = static_cast<uint32_t>(max(0, min(host_page, p.last_host_page)));
 #pragma unroll
@@ -30,7 +30,7 @@ __device__ inline void copy_sketches(const SketchScoreParams& p, const SketchSco
 // blockIdx.x is the request, KV head and tile of its queries; of gridDim.y blocks each takes every
 // such batch of pages for all its warps, but if there are tail pages the first blocks are for those.
 template <typename Layout, int kQueries, int kParts>
-__global__ void __launch_bounds__(kScoreWarps * kWarp, score_blocks(kQueries))
+__global__ void __launch_bounds__(kScoreWarps * kWarp, score_blocks<Layout>(kQueries))
     sketch_score_kernel(const __grid_constant__ SketchScoreParams p) {
   wait_for_earlier_launches();
   using Scorer = SketchScorer<Layout, kQueries, kParts>;
@@ -103,8 +103,7 @@ __global__ void __launch_bounds__(kScoreWarps * kWarp, score_blocks(kQueries))
     typename Scorer::Batch batch;
     scorer.add_bases(half_at(upper), half_at(lower), batch);
 #pragma unroll 1
-    for (int32_t half = 0; half < 2; ++half) {
-      const int32_t own = half == 0 ? upper : lower;
+    for (int32_t half = 0, own = upper; half < 2; ++half, own = lower) {
       scorer.find_weights(half_at(own), half, batch);
       __syncwarp();  // Nobody reads this half any more.
       const int32_t later = first + step + half * step;

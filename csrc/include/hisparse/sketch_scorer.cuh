@@ -4,14 +4,13 @@
 // Everything is a product of matrices of float16 numbers, with queries as the columns of the right
 // one. The pages' bases are the rows of a left one. Then the tokens of a page, or of a pair of pages
 // where four queries leave room for two of them, are the rows of a left one, their codes its numbers;
-// and the queries' detailed channels are multiplied by the channels' scales. A code is two bits that
-// are used where they are: as a subnormal float16 number, which tensor cores take exactly
-// (https://doi.org/10.7717/peerj-cs.330). That leaves a power of four in a token's row, which its
-// logits make good. A code stands for 1.5 less than itself, so -1.5 is multiplied, too.
+// and the queries' detailed channels are multiplied by the channels' scales. A code stands for 1.5 less
+// than itself, so -1.5 is multiplied, too.
 #pragma once
 
 #include "hisparse/block.cuh"
 #include "hisparse/page_rank.cuh"
+#include "hisparse/sketch_lane.cuh"
 #include "hisparse/sketch_params.cuh"
 
 namespace hisparse {
@@ -24,7 +23,12 @@ struct SketchScorer {
   static constexpr int kPack = kQueries < kTileQueries ? 2 : 1;  // pages that share a product
   static constexpr int kUnits = 4 / kPack;                       // products of four pages
   static constexpr int kPages = 2 / kPack;                       // pages of which a lane has scores
-  static constexpr int kShare = 4 / kPack;                       // lanes that share a page's channels
+
+  // The lowest bit of codes in a left factor. Products of -1.5 are sums of their own where a right
+  // factor has two pages, so they need no bits below a code's.
+  static constexpr int kLow = kPack == 1 ? 2 : 0;
+  // -1.5 in place of a code: in rows 0 to 7, and 8 to 15.
+  static constexpr uint32_t kZero = 0x80068006u, kUpperZero = 0x80188018u;
 
   // What is known of a batch: products of bases with the queries, times 2^-6, less the factors; and
   // log2 of the pages' summed weights.
@@ -43,15 +47,12 @@ struct SketchScorer {
   __device__ SketchScoreShared sizes() const {
     return score_shared<Layout, kQueries, kParts>(layout());
   }
-  // Whether codes and scales can be read as whole words, in any order.
-  __device__ bool aligned() const {
-    return layout().dim % 16 == 0 && layout().code_bytes() % 4 == 0 &&
-           layout().channel_scales() % 8 == 0;
-  }
   // The query of a column of this lane.
   __device__ static int32_t query_of(int tile, int column) {
     return tile * kTileQueries + (2 * t() + column) % kQueries;
   }
+  // Of the pages of a right factor, the one of column g.
+  __device__ static int32_t own_page() { return kPack == 1 ? 0 : g() / 4; }
   // Page `i` of a batch of which this lane has scores.
   __device__ static int32_t page_of(int i) {
     if constexpr (kPack == 1) return g() + 8 * i;
@@ -60,7 +61,9 @@ struct SketchScorer {
 
   __device__ void read_factors(const float* shared) {
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) factors[i / 2][i % 2] = shared[query_of(i / 2, i % 2)];
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      factors[i / 2][i % 2] = shared[query_of(i / 2, i % 2)] * 0x1p17f;
+    }
   }
 
   // The row of shared memory with the queries' numbers in a channel.
@@ -80,27 +83,29 @@ struct SketchScorer {
   __device__ void add_bases(const uint8_t* first, const uint8_t* second, Batch& batch) const {
     const int32_t each = sizes().blocks_of_lane();
     // This lane's row of a matrix: channels lie as the lanes' pairs of bytes do. So that reads are of
-    // different banks, lanes of odd t take every two blocks the other way around; and without copies
-    // of the rows lane t takes pair i ^ t of its block as its i-th one.
+    // different banks without copies of the rows, lane t takes pair i ^ t of its block as its i-th one.
     const int32_t row = lane_id() % 8, matrix = lane_id() / 8;
-    const auto block_of = [&](int32_t lane, int32_t j) {
-      const int32_t odd = each % 2 == 0 ? lane % 2 : 0;
-      return lane * each + (j % 2 == 0 ? j + odd : j - odd);
-    };
     const int32_t within = sizes().copies > 1 ? 2 * matrix + row % 2 : row ^ 2 * matrix;
     const uint32_t order = sizes().copies > 1 ? 0x76543210u : 0x76543210u ^ 0x22222222u * t();
     const uint8_t* own[2] = {base_row(first, second, 0), base_row(first, second, 1)};
+    uint4 two[2];  // blocks
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) batch.bases[i / 4][i % 4] = 0.0f;
 #pragma unroll
     for (int32_t j = 0; j < each; ++j) {
-      const int32_t block = block_of(t(), j);
+      const int32_t block = t() * each + j;
       const bool there = 4 * each == layout().blocks() || block < layout().blocks();
       uint32_t a[2][4];  // of two pairs of channels of the block each
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint2 values =
-            there ? *reinterpret_cast<const uint2*>(own[i] + kBlock * block) : uint2{0, 0};
+        const uint8_t* at = own[i] + kBlock * block;
+        uint2 values;
+        if (Layout::kTokens == 0 || each % 2 == 1) {
+          values = *reinterpret_cast<const uint2*>(at);
+        } else {
+          if (j % 2 == 0) two[i] = *reinterpret_cast<const uint4*>(at);
+          values = j % 2 == 0 ? uint2{two[i].x, two[i].y} : uint2{two[i].z, two[i].w};
+        }
         const uint32_t code = there ? own[i][layout().block_scales() + block] : 0u;
         const uint32_t scale = multiply_halves(code * 0x00800080u, 0x10001000u);  // 2^-11
         const uint32_t zero = multiply_halves(scale, 0xe480e480u);                      // -1152
@@ -117,7 +122,7 @@ struct SketchScorer {
               multiply_add_halves(permute_bytes(bytes, 0x64646464u, 0x4342), scale, zero);
         }
       }
-      const int32_t channel = kBlock * block_of(row / 2, j) + within;
+      const int32_t channel = kBlock * (row / 2 * each + j) + within;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
 #pragma unroll
@@ -131,124 +136,110 @@ struct SketchScorer {
     }
   }
 
-  // The row of a detailed channel of a page; of zeros for a slot beyond the last.
-  __device__ const char* row_of_slot(const uint8_t* sketch, int32_t slot) const {
+  // Where the queries' numbers lie for detailed channels of a page, those of row `row` of kEights
+  // matrices.
+  template <int kEights>
+  __device__ void find_rows(const uint8_t* sketch, int32_t first, int32_t row,
+                            const char* (&rows)[kEights]) const {
     const SketchLayout l = layout();
-    const uint8_t* at = sketch + l.channels() + slot * l.channel_width();
-    int32_t channel = sizes().rows() - 1;
-    if (slot < l.num_channels) {
-      // Memory that no sketch was written to may have other numbers.
-      channel = min(channel, l.channel_width() == 1 ? *at : *reinterpret_cast<const uint16_t*>(at));
-    }
-    return row_of(channel);
-  }
-
-  // The codes of one channel for the tokens of a word; any beyond the last, where queries are 0.
-  __device__ uint32_t codes_of(const uint8_t* sketch, int32_t slot, int32_t word) const {
-    const SketchLayout l = layout();
-    slot = min(slot, l.num_channels - 1);
-    const uint8_t* at = sketch + l.dim + slot * l.code_bytes() + 4 * word;
-    if (aligned()) return *reinterpret_cast<const uint32_t*>(at);
-    uint32_t out = 0;
-    for (int32_t b = 0; b < 4 && 4 * word + b < l.code_bytes(); ++b) {
-      out |= uint32_t{at[b]} << 8 * b;
-    }
-    return out;
-  }
-
-  // A lane's channels of one product, two in each matrix: codes of the tokens of a word; and bytes of
-  // scales, 0 beyond the last. `whole`: no channel is beyond the last.
-  template <int kCount>
-  __device__ void read_channels(const uint8_t* sketch, int32_t slot, int32_t word, bool whole,
-                                uint32_t (&codes)[kCount], uint32_t& scales) const {
-    const SketchLayout l = layout();
-    const uint8_t* at = sketch + l.channel_scales() + slot;
-    const uint8_t* own = sketch + l.dim + 4 * slot;
-    whole &= aligned();
-    if (whole && kCount == 4) {
-      scales = *reinterpret_cast<const uint32_t*>(at);
-    } else if (whole) {
-      scales = *reinterpret_cast<const uint16_t*>(at);
-    } else {
-      scales = 0;
+    const uint8_t* at = sketch + l.channels();
+    if constexpr (kEights == 4) {
+      at += (first + row / 2 * 8) * l.channel_width();
+      if (l.channel_width() == 1) {
+        const auto* words = reinterpret_cast<const uint32_t*>(at);
+        const uint2 both = l.channels() % 8 == 0 ? *reinterpret_cast<const uint2*>(at)
+                                                 : uint2{words[0], words[1]};
+        const uint32_t four = permute_bytes(both.x, both.y, row % 2 == 0 ? 0x6420u : 0x7531u);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        scales |= (slot + i < l.num_channels ? uint32_t{at[i]} : 0u) << 8 * i;
-      }
-    }
-    if constexpr (kCount == 4) {
-      if (whole && l.code_bytes() == 4) {
-        const uint4 read = *reinterpret_cast<const uint4*>(own);
-        codes[0] = read.x, codes[1] = read.y, codes[2] = read.z, codes[3] = read.w;
+        for (int e = 0; e < 4; ++e) rows[e] = row_of_byte(four, 8 * e);
         return;
       }
-    } else if (whole && l.code_bytes() == 4) {
-      const uint2 read = *reinterpret_cast<const uint2*>(own);
-      codes[0] = read.x, codes[1] = read.y;
-      return;
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) codes[i] = codes_of(sketch, slot + i, word);
+    for (int e = 0; e < kEights; ++e) {
+      const int32_t slot = kEights == 4 ? 2 * e + row % 2 : first + 8 * e + row;
+      const uint32_t channel = l.channel_width() == 1
+                                   ? at[slot]
+                                   : reinterpret_cast<const uint16_t*>(at)[slot];
+      // Memory that no sketch was written to may have other numbers.
+      rows[e] = row_of(min(channel, sizes().rows() - 1u));
+    }
   }
 
-  // Of four pages: products of codes and queries, of the tokens of a word, less their rows' powers of
-  // four. Rows g and g + 8 are tokens 2g and 2g + 1.
-  using Sums = float[kUnits][kTiles][4];
+  // The row of the channel that a byte of four numbers has, from bit `bit` on.
+  __device__ const char* row_of_byte(uint32_t four, int bit) const {
+    const uint32_t stride = sizes().row_stride(), last = sizes().rows() - 1;
+    if ((sizes().rows() & last) != 0) return row_of(min(four >> bit & 255u, last));
+    // A product with the stride, a power of two, of the bits that number a row.
+    const int shift = bit - (stride == kRowBytes ? 4 : 7);
+    const uint32_t row = (shift < 0 ? four << -shift : four >> shift) & last * stride;
+    return dynamic_shared() + (row | lane_id() % sizes().copies * kRowBytes);
+  }
 
-  // Channels `first` to first + 8 * kEights - 1 of four pages, every other one from `sketches` on.
+  // Of four pages and a word's tokens: products of codes and queries, less their rows' powers of four;
+  // rows g and g + 8 are tokens g and g + 8. And of pages that share a right factor, products of
+  // -1.5 with it, in any row.
+  struct Sums {
+    float products[4][kTiles][4], zeros[kPack == 1 ? 1 : kUnits][kTiles][4];
+  };
+
+  // Slots `first` to first + 8 * kEights - 1 of four pages, every other one from `sketches` on.
   template <int kEights>
   __device__ void add_channels(const uint8_t* sketches, int32_t first, int32_t word,
                                Sums& sums) const {
-    constexpr int kMatrices = kEights * kPack;  // of a product
-    const int32_t apart = 2 * sizes().sketch_stride(), row = lane_id() % 8;
-    uint32_t b[kTiles][kEights][4];
+    constexpr int kAtOnce = kEights == 1 ? 1 : 2;  // eights
+    const int32_t apart = 2 * sizes().sketch_stride();
+    const char* rows[kEights];
+    LaneCodes<kEights, kLow> codes[4];
+    LaneScales<kEights> scales[kUnits];
+    // There are fewer than 2^28 heads, which the compiler does not know: it keeps these registers.
+    uint32_t zeros[4];
 #pragma unroll
-    for (int e = 0; e < kEights; ++e) {
-      const int32_t matrix = 4 * e + lane_id() / 8;
-      const int32_t page = matrix / kMatrices * kPack + row / 2 / kShare;
-      const int32_t slot =
-          2 * (row / 2 % kShare * kMatrices + matrix % kMatrices) + row % 2 + first;
-      const char* channel = row_of_slot(sketches + page * apart, slot);
+    for (int i = 0; i < 4; ++i) zeros[i] = kZero + (static_cast<uint32_t>(p.heads) >> (28 + i));
+    find_rows<kEights>(sketches + lane_id() / 8 * apart, first, lane_id() % 8, rows);
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        load_matrices(b[tile][e], channel + tile * sizes().tile_bytes());
-      }
+    for (int page = 0; page < 4; ++page) {
+      codes[page].read(layout(), sketches + page * apart, first, word);
     }
-    // Columns of a pair's other page are 0.
-    const bool own = kPack == 1 || g() / 4 == t() / 2;
-    const uint32_t picks[2] = {own ? 0x1404u : 0x4444u, own ? 0x3424u : 0x4444u};
-    const uint32_t zeros[4] = {code_zero(0), code_zero(1), code_zero(0), code_zero(1)};
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      const uint8_t* sketch = sketches + (unit * kPack + t() / kShare) * apart;
-      const int32_t slot = first + t() % kShare * 2 * kMatrices;
-      uint32_t codes[2 * kMatrices], scales, a[4];
-      read_channels(sketch, slot, word, first + kMatrix * kEights <= layout().num_channels, codes,
-                    scales);
+      scales[unit].read(layout(), sketches + (unit * kPack + own_page()) * apart, first);
+    }
 #pragma unroll
-      for (int m = 0; m < kMatrices; ++m) {
-        // As float16 numbers, times 2^5. Codes below 8 stand for scales under 2^-19: they become less.
-        const uint32_t scale = permute_bytes(scales, 0u, picks[m]) >> 1;
-        const int at = unit * kMatrices + m;
+    for (int e = 0; e < kEights; e += kAtOnce) {
+      uint32_t b[2][kTiles][kUnits];
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          b[tile][at / 4][at % 4] = multiply_halves(b[tile][at / 4][at % 4], scale);
+      for (int i = 0; i < kAtOnce * kTiles; ++i) {
+        const int second = i / kTiles, tile = i % kTiles;
+        uint32_t of_pages[4];
+        load_matrices(of_pages, rows[e + second] + tile * sizes().tile_bytes());
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+          const int page = unit * kPack;
+          const uint32_t own = own_page() == 0 ? of_pages[page] : of_pages[page + kPack - 1];
+          b[second][tile][unit] = multiply_halves(own, scales[unit].of(e + second));
         }
-        const uint32_t pair = permute_bytes(codes[2 * m], codes[2 * m + 1], code_bytes());
-        a[2 * m] = pair & code_mask(0);
-        a[2 * m + 1] = pair & code_mask(1);
       }
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const int at = unit * kMatrices, next = at + kMatrices - 1;
-        const uint32_t b0 = b[tile][at / 4][at % 4], b1 = b[tile][next / 4][next % 4];
-        if constexpr (kMatrices == 2) {
-          multiply_add(sums[unit][tile], zeros, b0, b1);
-          multiply_add(sums[unit][tile], a, b0, b1);
-        } else {
-          multiply_add(sums[unit][tile], zeros, b0);
-          multiply_add(sums[unit][tile], a, b0);
+      for (int i = 0; i < 4 * kTiles; ++i) {
+        const int page = i / kTiles, tile = i % kTiles, unit = page / kPack;
+        const uint32_t b0 = b[0][tile][unit], b1 = b[kAtOnce - 1][tile][unit];
+        const auto add = [&](float (&sum)[4], const uint32_t (&a)[4]) {
+          if constexpr (kAtOnce == 1) {
+            multiply_add(sum, a, b0);
+          } else {
+            multiply_add(sum, a, b0, b1);
+          }
+        };
+        if (kPack == 1) {
+          add(sums.products[page][tile], {kZero, kUpperZero, kZero, kUpperZero});
+        } else if (page % kPack == 0) {
+          add(sums.zeros[kPack == 1 ? 0 : unit][tile], zeros);
         }
+        uint32_t a[4];
+        codes[page].expand(e, a[0], a[1]);
+        if constexpr (kAtOnce == 2) codes[page].expand(e + 1, a[2], a[3]);
+        add(sums.products[page][tile], a);
       }
     }
   }
@@ -256,28 +247,34 @@ struct SketchScorer {
   // Sums of weights of this lane's tokens, of four pages: every other one from `sketches` on.
   __device__ void add_weights(const uint8_t* sketches, float (&totals)[kUnits][kTiles][2]) const {
     const SketchLayout l = layout();
-    // Products of two matrices, as long as there are channels for them.
-    const int32_t whole = kPack == 2 ? 0 : l.num_channels / (2 * kMatrix) * (2 * kMatrix);
+    const int32_t bytes = l.first_byte(), left = (l.slots() - bytes) / kEight;
 #pragma unroll 1
-    for (int32_t word = 0; 4 * word < l.code_bytes(); ++word) {
+    for (int32_t word = 0; word < l.words(); ++word) {
       Sums sums{};
 #pragma unroll kUnroll<Layout>
-      for (int32_t slot = 0; slot < whole; slot += 2 * kMatrix) {
-        add_channels<2 / kPack>(sketches, slot, word, sums);
+      for (int32_t first = 0; first < bytes; first += 4 * kEight) {
+        add_channels<4>(sketches, first, word, sums);
       }
-#pragma unroll kUnroll<Layout>
-      for (int32_t slot = whole; slot < sizes().slots(); slot += kMatrix) {
-        add_channels<1>(sketches, slot, word, sums);
-      }
+      if (left >= 2) add_channels<2>(sketches, bytes, word, sums);
+      if (left % 2 == 1) add_channels<1>(sketches, l.slots() - kEight, word, sums);
 #pragma unroll
       for (int i = 0; i < 2 * kTiles * kUnits; ++i) {
         const int unit = i / (2 * kTiles), tile = i / 2 % kTiles, column = i % 2;
+        // Of a right factor's two pages, columns of the other one mean nothing.
+        const float(&low)[4] = sums.products[unit * kPack][tile];
+        const float(&high)[4] = sums.products[unit * kPack + kPack - 1][tile];
+        const float factor = factors[tile][column];
+        const float zero =
+            kPack == 1 ? 0.0f : sums.zeros[kPack == 1 ? 0 : unit][tile][column] * factor;
         float sum = 0.0f;
 #pragma unroll
         for (int second = 0; second < 2; ++second) {
-          const float weight = power_of_two(sums[unit][tile][2 * second + column] *
-                                            (factors[tile][column] * code_power(second)));
-          const int32_t token = kWordTokens * word + 2 * g() + second;
+          const float product = t() < 2 ? low[2 * second + column] : high[2 * second + column];
+          // A code's last bit is 2^(kLow - 24), or four times that in rows from 8 on.
+          const float power = factor * (second == 0 ? 4.0f : 1.0f) / (1 << kLow);
+          const float weight =
+              power_of_two(kPack == 1 ? product * power : fmaf(product, power, zero));
+          const int32_t token = kWordTokens * word + g() + 8 * second;
           const bool there = l.page_size % kWordTokens == 0 || token < l.page_size;
           sum = second == 0 ? (there ? weight : 0.0f) : sum + (there ? weight : 0.0f);
         }
@@ -288,16 +285,22 @@ struct SketchScorer {
   }
 
   // log2 of the sum of a page's weights for one query, however large they are.
-  __device__ __noinline__ float add_any(const uint8_t* sketch, int32_t query, float unit) const {
-    const SketchLayout l = layout();
+  __device__ static __noinline__ float add_any(Layout of_layout, const char* queries,
+                                               const uint8_t* sketch, int32_t query, float unit) {
+    const SketchLayout l = of_layout.get();
+    const SketchScoreShared sizes = score_shared<Layout, kQueries, kParts>(l);
     Mass mass;
     for (int32_t token = 0; token < l.page_size; ++token) {
       float sum = 0.0f;
       for (int32_t i = 0; i < l.num_channels; ++i) {
-        const uint32_t code = sketch[l.dim + i * l.code_bytes() + token / 4] >> token % 4 * 2 & 3u;
+        const uint32_t code = l.code_of(sketch, i, token);
         const uint32_t scale = uint32_t{sketch[l.channel_scales() + i]} + kScaleOffset;
+        const uint8_t* number = sketch + l.channels() + i * l.channel_width();
+        const int32_t channel =
+            l.channel_width() == 1 ? *number : *reinterpret_cast<const uint16_t*>(number);
         const auto* q = reinterpret_cast<const Float16*>(
-            row_of_slot(sketch, i) + query / kTileQueries * sizes().tile_bytes());
+            queries + min(channel, sizes.rows() - 1) * sizes.row_stride() +
+            query / kTileQueries * sizes.tile_bytes());
         sum += to_float(q[query % kTileQueries]) * __uint_as_float(scale << 20) *
                (static_cast<float>(code) - 1.5f);
       }
@@ -364,8 +367,8 @@ struct SketchScorer {
       const int page = i / (2 * kTiles), tile = i / 2 % kTiles;
       if (page_of(page) / kHalf != second) continue;
       batch.weights[page][tile][i % 2] =
-          any ? add_any(half + page_of(page) % kHalf * sizes().sketch_stride(),
-                        query_of(tile, i % 2), factors[tile][i % 2])
+          any ? add_any(of_layout, queries, half + page_of(page) % kHalf * sizes().sketch_stride(),
+                        query_of(tile, i % 2), factors[tile][i % 2] * 0x1p-17f)
               : own[tile][i % 2];
     }
   }
@@ -385,7 +388,7 @@ struct SketchScorer {
                                     : (other ? bases[2 + column] : bases[column]);
       if (query >= present || page >= count) continue;
       const float score =
-          fmaf(base, factors[tile][column] * 64.0f, batch.weights[index][tile][column]);
+          fmaf(base, factors[tile][column] * 0x1p-11f, batch.weights[index][tile][column]);
       out[int64_t{query} * p.width + page] = score * kLn2;
     }
   }

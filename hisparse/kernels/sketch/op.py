@@ -13,6 +13,7 @@ from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
 from hisparse.kernels.operation import Operation, new_tensors
 from hisparse.kernels.quantize.op import STORED, check_scales
+from hisparse.kernels.sketch.layout import SketchLayout, outline_bytes
 from hisparse.kernels.transfer.op import NewTokens, append_tokens
 from hisparse.types import UNSCALED, AttentionRule, StoredKV
 
@@ -29,97 +30,6 @@ __all__ = [
 _I32, _I64 = torch.int32, torch.int64
 #: The most query heads of a KV head whose tail page one block of a GPU scores.
 _BLOCK_QUERIES = 16
-#: Channels whose base values share a scale.
-BLOCK = 8
-#: A scale's byte plus this offset, shifted to bit 20, is the scale as a float32: five bits of
-#: exponent and three of fraction, from 2^-20 on.
-SCALE_OFFSET = 107 << 3
-#: The largest code, that of 1,920: CUDA multiplies scales as float16 numbers. So numbers of a key
-#: are kept up to 243,840, and taken as that beyond.
-MOST_SCALE = 247
-
-
-class SketchLayout(NamedTuple):
-    """The bytes of one page and KV head, in this order.
-
-    - ``base [D] int8``, multiplied by the scale of its block of 8 channels;
-    - ``codes [N, ceil(S / 4)] uint8``: for each detailed channel two bits a token, the first token
-      lowest; a code c stands for (c - 1.5) times the channel's scale, on top of the base;
-    - ``block scales [ceil(D / 8)] uint8``;
-    - ``mask [ceil(D / 8)] uint8``: a bit for each channel, set for the detailed ones;
-    - ``channel scales [N] uint8``;
-    - if ``numbered``, ``channels [N]``: the numbers of the detailed channels, ascending, so that
-      GPUs need not count bits: uint8 up to a width of 256, else uint16 at an even offset.
-
-    Zeros follow, up to a multiple of 4 bytes, or of the 16 that GPUs copy at a time.
-
-    Attributes:
-        dim: D, width of a key.
-        page_size: S, tokens.
-        num_channels: N, channels with codes, the detailed ones.
-        numbered: whether the numbers are there; CUDA's scores need them, and CPUs read fewer bytes
-            without.
-    """
-
-    dim: int
-    page_size: int
-    num_channels: int
-    numbered: bool = True
-
-    @property
-    def blocks(self) -> int:
-        """Bytes of the block scales, and of the mask."""
-        return -(-self.dim // BLOCK)
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of one channel's codes."""
-        return -(-self.page_size // 4)
-
-    @property
-    def block_scales(self) -> int:
-        """Offset of the block scales; the codes begin at D."""
-        return self.dim + self.num_channels * self.code_bytes
-
-    @property
-    def mask(self) -> int:
-        """Offset of the mask."""
-        return self.block_scales + self.blocks
-
-    @property
-    def channel_scales(self) -> int:
-        """Offset of the channel scales."""
-        return self.mask + self.blocks
-
-    @property
-    def channel_width(self) -> int:
-        """Bytes of a channel's number; 0: there are none."""
-        return 0 if not self.numbered else 1 if self.dim <= 256 else 2
-
-    @property
-    def channels(self) -> int:
-        """Offset of the channels' numbers."""
-        end = self.channel_scales + self.num_channels
-        return end + end % 2 if self.channel_width == 2 else end
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a sketch."""
-        end = self.channels + self.num_channels * self.channel_width
-        unit = 16 if self.numbered else 4
-        return -(-end // unit) * unit
-
-
-def outline_bytes(dim: int) -> int:
-    """Bytes of the outline of a page and KV head with keys of width ``dim``.
-
-    - ``codes [half] uint8``, half the width rounded up to whole blocks of 8 channels: byte i has
-      channel i in its low four bits, and channel half + i in its high ones. Four bits are a signed
-      number v, -7 to 7, and stand for ``1.4 * v * (abs(v) + 6)`` times the scale of the block: the
-      steps grow with the value, since most blocks have a channel that is far above the others;
-    - ``block scales [ceil(D / 8)] uint8``, those of the page's sketch.
-    """
-    return -(-dim // (2 * BLOCK)) * BLOCK - (-dim // BLOCK)
 
 
 class TailPages(NamedTuple):

@@ -5,14 +5,8 @@ from torch import Tensor
 
 from hisparse.kernels.arguments import Arg, check_all
 from hisparse.kernels.attention.reference import paged_attention
-from hisparse.kernels.sketch.op import (
-    BLOCK,
-    MOST_SCALE,
-    SCALE_OFFSET,
-    SketchLayout,
-    TailPages,
-    tail_lse,
-)
+from hisparse.kernels.sketch.layout import BLOCK, MOST_SCALE, SCALE_OFFSET, SketchLayout
+from hisparse.kernels.sketch.op import TailPages, tail_lse
 from hisparse.kernels.summary.reference import stored_pages
 
 _OUTLINED = (Arg("sketches", "*P bytes", torch.uint8, layout="any"),)
@@ -43,23 +37,38 @@ def sketch_score(
 
 def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:
     """Decode sketches to keys: ``[..., bytes] uint8`` -> ``[..., S, D] float32``."""
-    dim, size, count = layout.dim, layout.page_size, layout.num_channels
-    scales = _scale(sketches[..., layout.block_scales : layout.mask])
-    base = sketches[..., :dim].view(torch.int8) * scales.repeat_interleave(BLOCK, dim=-1)[..., :dim]
-    keys = base[..., None, :].repeat(*[1] * (sketches.dim() - 1), size, 1)
+    base = base_values(sketches, layout)
+    keys = base[..., None, :].repeat(*[1] * (sketches.dim() - 1), layout.page_size, 1)
+    count = layout.num_channels
     if count == 0:
         return keys
-    shift = torch.arange(0, 8, 2, device=sketches.device)
-    packed = sketches[..., dim : layout.block_scales].unflatten(-1, (count, -1))
-    codes = ((packed[..., None] >> shift) & 3).flatten(-2)[..., :size]
+    places, bits = (x.to(sketches.device) for x in layout.code_places())
+    codes = (sketches[..., places] >> bits) & 3
     scale = _scale(sketches[..., layout.channel_scales : layout.channel_scales + count])
     detail = ((codes - 1.5) * scale[..., None]).transpose(-1, -2)
+    channels = _channels(sketches, layout)[..., None, :].expand_as(detail)
+    return keys.scatter_add(-1, channels, detail)
+
+
+def base_values(sketches: Tensor, layout: SketchLayout) -> Tensor:
+    """What sketches stand for without codes: ``[..., bytes] uint8`` -> ``[..., D] float32``."""
+    scales = _scale(sketches[..., layout.block_scales : layout.block_scales + layout.blocks])
+    values = sketches[..., : layout.dim].view(torch.int8)
+    base: Tensor = values * scales.repeat_interleave(BLOCK, dim=-1)[..., : layout.dim]
+    return base
+
+
+def _channels(sketches: Tensor, layout: SketchLayout) -> Tensor:
+    """Numbers of the detailed channels, ascending, ``[..., N] int64``."""
+    if layout.numbered:
+        width = layout.channel_width
+        numbers = sketches[..., layout.channels : layout.channels + layout.num_channels * width]
+        low, high = numbers[..., ::width].long(), numbers[..., width - 1 :: width].long()
+        return (low + 256 * high * (width - 1)).clamp(max=layout.dim - 1)
     bit = torch.arange(BLOCK, device=sketches.device)
-    bits = sketches[..., layout.mask : layout.channel_scales, None] >> bit
-    chosen = (bits & 1).flatten(-2)[..., :dim].bool()
-    # The rank of each chosen channel among the chosen; the others read any place.
-    place = (chosen.cumsum(-1) - 1).clamp(0, count - 1)[..., None, :].expand_as(keys)
-    return keys + torch.where(chosen[..., None, :], detail.gather(-1, place), 0.0)
+    bits = sketches[..., layout.channels : layout.block_scales, None] >> bit & 1
+    chosen = bits.flatten(-2)[..., : layout.dim]
+    return chosen.sort(dim=-1, descending=True, stable=True).indices[..., : layout.num_channels]
 
 
 def page_outline(sketches: Tensor, layout: SketchLayout) -> Tensor:
@@ -79,7 +88,8 @@ def page_outline(sketches: Tensor, layout: SketchLayout) -> Tensor:
     whole = ((base.abs() / 1.4 + 9).sqrt() - 3).round() * base.sign()
     low, high = (whole.to(torch.int16) & 15).chunk(2, -1)
     codes = (low | high << 4).to(torch.uint8)
-    return torch.cat([codes, sketches[..., layout.block_scales : layout.mask]], -1)
+    scales = sketches[..., layout.block_scales : layout.block_scales + layout.blocks]
+    return torch.cat([codes, scales], -1)
 
 
 def outline_values(outlines: Tensor, dim: int) -> Tensor:
@@ -122,20 +132,25 @@ def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:
     offset = keys - base[:, :, None]
     steps = (offset >= -scale).float() + (offset >= 0) + (offset >= scale)
     steps = steps.transpose(2, 3).gather(2, order[..., None].expand(*order.shape, keys.shape[2]))
-    packed = torch.nn.functional.pad(steps, (0, 4 * layout.code_bytes - layout.page_size))
-    weights = 4.0 ** torch.arange(4, device=keys.device)
-    packed = (packed.unflatten(-1, (-1, 4)) * weights).sum(-1).flatten(2)
-    bits = torch.nn.functional.pad(chosen.float(), (0, layout.blocks * BLOCK - dim))
-    mask = (bits.unflatten(-1, (-1, BLOCK)) * 2.0 ** torch.arange(BLOCK, device=keys.device)).sum(
-        -1
-    )
-    parts = [whole.to(torch.int8).view(torch.uint8)]
-    parts += [x.to(torch.uint8) for x in (packed, block_codes, mask, codes.gather(-1, order))]
-    sketch = torch.cat(parts, -1)
-    sketch = torch.nn.functional.pad(sketch, (0, layout.num_bytes - sketch.shape[-1]))
-    # The low byte of a number comes first; there may be none.
-    channels = torch.stack([order & 255, order >> 8], -1)[..., : layout.channel_width].flatten(-2)
-    sketch[..., layout.channels : layout.channels + channels.shape[-1]] = channels.to(torch.uint8)
+    sketch = keys.new_zeros(*order.shape[:2], layout.num_bytes, dtype=torch.uint8)
+    places, bits = (x.to(keys.device).flatten() for x in layout.code_places())
+    packed = (steps.flatten(2).long() << bits).to(torch.uint8)
+    sketch.scatter_add_(-1, places.expand_as(packed), packed)
+
+    def write(offset: int, values: Tensor) -> None:
+        sketch[..., offset : offset + values.shape[-1]] = values.to(torch.uint8)
+
+    write(0, whole.to(torch.int8).view(torch.uint8))
+    write(layout.block_scales, block_codes)
+    write(layout.channel_scales, codes.gather(-1, order))
+    if layout.numbered:
+        # The low byte of a number comes first; there may be one only.
+        numbers = torch.stack([order & 255, order >> 8], -1)[..., : layout.channel_width]
+        write(layout.channels, numbers.flatten(-2))
+    else:
+        chosen = torch.nn.functional.pad(chosen, (0, layout.blocks * BLOCK - dim))
+        bit = 2 ** torch.arange(BLOCK, device=keys.device)
+        write(layout.channels, (chosen.unflatten(-1, (-1, BLOCK)) * bit).sum(-1))
     return sketch
 
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.sketch.op import MOST_SCALE, SCALE_OFFSET, SketchLayout
+from hisparse.errors import KernelError
+from hisparse.kernels.sketch.layout import MOST_SCALE, SCALE_OFFSET, SketchLayout
 from hisparse.kernels.triton_common import existing, require_dense_rows
 
 #: Smallest sizes of a matrix product, for outlines.
@@ -23,10 +24,15 @@ class _SketchConstants(NamedTuple):
     dim: int  # D, width of a key
     dim_block: int  # the same, rounded up to a power of two
     channels: int  # N, the detailed ones
-    blocks: int  # bytes of the block scales, and of the mask
-    code_bytes: int  # bytes of one channel's codes
+    blocks: int  # bytes of the block scales
+    code_bytes: int  # bytes of the codes of 16 tokens
+    codes_size: int  # bytes of all codes, rounded up to a power of two
+    first_byte: int  # the first channel whose codes are bytes of a lane
+    codes_at: int  # offset of the codes
+    scales_at: int  # offset of the channel scales
     channels_at: int  # offset of the numbers of the detailed channels
-    channel_width: int  # bytes of each number, 0 if there are none
+    channel_width: int  # bytes of each number
+    blocks_at: int  # offset of the block scales
     num_bytes: int  # of a sketch
 
 
@@ -45,6 +51,8 @@ class _OutlineConstants(NamedTuple):
 def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
     """See :func:`hisparse.kernels.page_sketch`; one program per page and head."""
     pages, _, heads, _ = keys.shape
+    if not layout.numbered:
+        raise KernelError("layout: got sketches without numbers, expected numbered ones")
     if pages == 0:
         return
     _sketch_kernel[(pages, heads)](
@@ -59,8 +67,13 @@ def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: Sket
             channels=layout.num_channels,
             blocks=layout.blocks,
             code_bytes=layout.code_bytes,
+            codes_size=triton.next_power_of_2(max(1, layout.channel_scales - layout.codes)),
+            first_byte=layout.first_byte,
+            codes_at=layout.codes,
+            scales_at=layout.channel_scales,
             channels_at=layout.channels,
             channel_width=layout.channel_width,
+            blocks_at=layout.block_scales,
             num_bytes=layout.num_bytes,
         ),
     )
@@ -110,11 +123,12 @@ def _sketch_kernel(
         return
     dim = tl.arange(0, const.dim_block)
     there = dim < const.dim
-    source = key_data + page * stride_page + head * stride_head + dim * stride_dim
-    high = tl.load(source, mask=there, other=0.0).to(tl.float32)
+    source = key_data + page * stride_page + head * stride_head
+    column = source + dim * stride_dim
+    high = tl.load(column, mask=there, other=0.0).to(tl.float32)
     low, total = high, high
     for t in range(1, const.size):
-        x = tl.load(source + t * stride_token, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(column + t * stride_token, mask=there, other=0.0).to(tl.float32)
         high, low, total = tl.maximum(high, x), tl.minimum(low, x), total + x
     base = tl.div_rn(total, tl.full(total.shape, const.size, tl.float32))
     if const.channels > 0:
@@ -122,36 +136,23 @@ def _sketch_kernel(
         base = tl.where(chosen, high * 0.5 + low * 0.5, base)
     block_code, whole, base = _rounded_base(base, const)
     out = sketch_data + target * stride_out_page + head * stride_out_head
+    for start in range(0, const.num_bytes, const.dim_block):
+        zero = tl.zeros_like(dim).to(tl.uint8)
+        tl.store(out + start + dim, zero, mask=start + dim < const.num_bytes)
+    tl.debug_barrier()  # What other threads write follows.
     tl.store(out + dim, (whole.to(tl.int32) & 255).to(tl.uint8), mask=there)
     block = tl.arange(0, const.dim_block // 8)
-    scales = out + const.dim + const.channels * const.code_bytes
-    masks = scales + const.blocks
-    tl.store(scales + block, block_code.to(tl.uint8), mask=block < const.blocks)
+    tl.store(out + const.blocks_at + block, block_code.to(tl.uint8), mask=block < const.blocks)
     if const.channels > 0:
         scale_code = _scale_code(tl.maximum(high - base, base - low) * 0.5)
-        bits = chosen.to(tl.int32)
-        place = tl.cumsum(bits, 0) - 1
-        blocks: tl.constexpr = const.dim_block // 8
-        mask = tl.sum(tl.reshape(bits << (dim % 8), (blocks, 8)), axis=1)
-        tl.store(masks + block, mask.to(tl.uint8), mask=block < const.blocks)
-        tl.store(masks + const.blocks + place, scale_code.to(tl.uint8), mask=chosen)
+        place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(out + const.scales_at + place, scale_code.to(tl.uint8), mask=chosen)
         number = out + const.channels_at + place * const.channel_width
-        if const.channel_width > 0:
-            tl.store(number, (dim & 255).to(tl.uint8), mask=chosen)
+        tl.store(number, (dim & 255).to(tl.uint8), mask=chosen)
         if const.channel_width == 2:
             tl.store(number + 1, (dim >> 8).to(tl.uint8), mask=chosen)
-        place = out + const.dim + place * const.code_bytes
-        _store_codes((source, stride_token), place, chosen, base, _scale_of(scale_code), const)
-    else:
-        tl.store(masks + block, tl.zeros_like(block).to(tl.uint8), mask=block < const.blocks)
-    # Between the scales and the numbers, and after these.
-    rest = tl.arange(0, 16)
-    gap: tl.constexpr = const.dim + const.channels * (const.code_bytes + 1) + 2 * const.blocks
-    tl.store(
-        out + gap + rest, tl.zeros_like(rest).to(tl.uint8), mask=gap + rest < const.channels_at
-    )
-    rest += const.channels_at + const.channels * const.channel_width
-    tl.store(out + rest, tl.zeros_like(rest).to(tl.uint8), mask=rest < const.num_bytes)
+        tl.debug_barrier()  # The codes are found with what is stored.
+        _store_codes((source, stride_token, stride_dim), out, const)
 
 
 @triton.jit
@@ -169,21 +170,40 @@ def _rounded_base(base, const: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(tokens, place, chosen, base, scale, const: tl.constexpr):
-    """Store two bits of each token for the detailed channels, whose bytes begin at ``place``."""
-    source, stride = tokens
-    count = tl.where(chosen, const.size, 0)
-    for byte in range(const.code_bytes):
-        packed = tl.zeros_like(count)
-        for i in range(4):
-            token = byte * 4 + i
-            seen = token < count
-            x = tl.load(source + token * stride, mask=seen, other=0.0).to(tl.float32)
-            offset = x - base
+def _store_codes(tokens, out, const: tl.constexpr):
+    """Store the codes of the page's ``tokens``; all else of the sketch is there.
+
+    A byte has codes of two channels for two tokens, see ``SketchLayout.code_places``.
+    """
+    source, stride_token, stride_dim = tokens
+    byte = tl.arange(0, const.codes_size)
+    inside = byte < const.scales_at - const.codes_at
+    own = byte % const.code_bytes
+    is_word = own < 4 * const.first_byte
+    lane = tl.where(is_word, own // 4, own) % 32
+    of_word = own // 128 * 32 + lane % 4 * 8 + own % 2 * 4 + own % 4 // 2
+    first = tl.where(is_word, of_word, own // 32 * 8 + lane % 4 * 2)
+    packed = tl.zeros_like(byte)
+    for i in tl.static_range(2):
+        rank = first + i * tl.where(is_word, 2, 1)
+        there = inside & (rank < const.channels)
+        number = out + const.channels_at + rank * const.channel_width
+        channel = tl.load(number, mask=there, other=0).to(tl.int32)
+        if const.channel_width == 2:
+            channel |= tl.load(number + 1, mask=there, other=0).to(tl.int32) << 8
+        code = tl.load(out + const.blocks_at + channel // 8, mask=there, other=0)
+        whole = tl.load(out + channel, mask=there, other=0).to(tl.int8, bitcast=True)
+        base = whole.to(tl.float32) * _scale_of(code)
+        scale = _scale_of(tl.load(out + const.scales_at + rank, mask=there, other=0))
+        for half in tl.static_range(2):
+            token = byte // const.code_bytes * 16 + lane // 4 + 8 * half
+            seen = there & (token < const.size)
+            at = source + token * stride_token + channel * stride_dim
+            offset = tl.load(at, mask=seen, other=0.0).to(tl.float32) - base
             step = (offset >= -scale).to(tl.int32) + (offset >= 0.0).to(tl.int32)
             step += (offset >= scale).to(tl.int32)
-            packed |= tl.where(seen, step, 0) << (2 * i)
-        tl.store(place + byte, packed.to(tl.uint8), mask=chosen)
+            packed |= tl.where(seen, step, 0) << (4 * i + 2 * half)
+    tl.store(out + const.codes_at + byte, packed.to(tl.uint8), mask=inside)
 
 
 def outline_score(

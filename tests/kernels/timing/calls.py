@@ -125,7 +125,11 @@ class Step:
         few = torch.zeros(64, self.spec.num_kv_heads, layout.num_bytes, dtype=torch.uint8)
         keys = torch.randn(64, 16, *self.host_kv.k.shape[1::2], generator=self.generator)
         page_sketch(keys.bfloat16(), few, torch.arange(64), layout, impl="reference")
-        sketches = few.repeat(64, 1, 1)
+        # On a GPU PyTorch's memory begins at multiples of 512 bytes.
+        room = torch.zeros(64 * few.numel() + 512, dtype=torch.uint8)
+        start = -room.data_ptr() % 512
+        sketches = room[start : start + 64 * few.numel()].view(4096, *few.shape[1:])
+        sketches.copy_(few.repeat(64, 1, 1))
         spec, tails = self.spec, (StoredKV(*self.device_kv), self.tails, self.tail_lens)
         appends = scores_new_tokens(spec.num_q_heads, spec.num_kv_heads)
         tail = TailPages(*tails, self._new_tokens() if appends else None)

@@ -23,7 +23,7 @@ from hisparse.storage import Namespace
 logger = logging.getLogger("hisparse")
 
 #: Counted up when the order of bytes changes, or what an algorithm's entries mean.
-_FORMAT_VERSION: Final = 3
+_FORMAT_VERSION: Final = 4
 
 
 def representation_namespace(pages: Namespace, session: Any, record_bytes: int) -> Namespace:
@@ -38,8 +38,9 @@ def representation_namespace(pages: Namespace, session: Any, record_bytes: int) 
     options = {
         name: [repr(x), EXTENSIONS.get(name).store_version] for name, x in extensions.items()
     }
-    algorithm = session.coordinator.algorithm
-    texts = [pages.text, repr(algorithm), str(algorithm.store_version)]
+    algorithm, device = session.coordinator.algorithm, session.coordinator.policy.device
+    # GPUs and CPUs may read the same entries in orders of their own.
+    texts = [pages.text, device, repr(algorithm), str(algorithm.store_version)]
     texts += [json.dumps(x, sort_keys=True) for x in (kinds, options)]
     return replace(
         pages,
