@@ -53,7 +53,7 @@ struct AttentionParams {
 };
 
 // Tokens of one split: enough work to be worth waking a thread.
-constexpr int64_t kSplitTokens = 2048;
+constexpr int64_t kSplitTokens = 1024;
 // Pages lie scattered, so the processor does not foresee them: tokens are prefetched this early.
 constexpr int64_t kTokensAhead = 24;
 // Tokens whose values are multiplied while sums stay in registers; they fit the first cache.
