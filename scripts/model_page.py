@@ -50,7 +50,7 @@ weights, retracted requests and two ranks included. Trained weights, images, Min
 and a GPU have not run. MiniMax-M3 was also tested with n-grams, a pipeline, a store, prefill and
 decode servers and fp8; Qwen4-Exp is a hybrid.
 Unlike in SGLang, `--qsa-indexer-dtype fp8_e4m3` gives keys a scale and rounds no queries.
-`HiSparseCache` refuses both.
+`HiSparseCache` refuses both models.
 
 Others are refused before they load: GLM-5-Next, Qwen2.5-1M,
 Hunyuan V4, LongCat, and these, which would take
