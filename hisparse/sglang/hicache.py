@@ -83,7 +83,7 @@ class HiCacheKVCM(HiCacheStorage):  # type: ignore[misc]
         self._shape = (parts, *(sizes[axis] for axis in order))
         self._axes = [0 if axis == "P" else 1 + order.index(axis) for axis in "LPTHD"]
         model = self._model
-        for name in ("pp", "attn_cp"):
+        for name in ("pp", "attn_cp", "dcp"):
             if (size := getattr(config, f"{name}_size")) > 1:  # Other layers, or other tokens.
                 model += f" {name} {getattr(config, f'{name}_rank')} of {size}"
         self._dtype = pool.dtype

@@ -52,7 +52,9 @@ def tokens_of(pool: Any, page: int, is_latent: bool) -> torch.Tensor:
     return found.contiguous()
 
 
-def backend(of: Manager, pool: Any, is_latent: bool, **extra: Any) -> HiCacheKVCM:
+def backend(
+    of: Manager, pool: Any, is_latent: bool, ranks: dict[str, int] | None = None, **extra: Any
+) -> HiCacheKVCM:
     of.root.mkdir(mode=0o700, exist_ok=True)
     address = f"127.0.0.1:{of.ports['rpc']}"
     given = {"manager": address, "class_name": "HiCacheKVCM", "model": "some weights"}
@@ -61,6 +63,9 @@ def backend(of: Manager, pool: Any, is_latent: bool, **extra: Any) -> HiCacheKVC
         is_mla_model=is_latent, enable_storage_metrics=False, is_page_first_layout=False,
         model_name="a model", extra_config=given | extra,
     )  # fmt: skip
+    for name, rank in (ranks or {}).items():
+        setattr(config, name, rank)
+        setattr(config, name.replace("rank", "size"), 2)
     made = HiCacheKVCM(config, {})
     made.register_mem_pool_host(pool)
     made.register_mem_host_pool_v2(pool, "kv")
@@ -118,6 +123,17 @@ def test_pages_are_those_of_a_server_with_hisparse(
             other.set_from_flat_data_page(page * TOKENS, data)
             assert torch.equal(tokens_of(other, page, is_latent), tokens_of(pool, page, is_latent))
     for each in (made, reader):
+        each.close()
+
+
+@pytest.mark.parametrize("group", ["pp", "attn_cp", "dcp"])
+def test_ranks_that_hold_other_layers_or_tokens_share_nothing(shared: Manager, group: str) -> None:
+    def opened(rank: int) -> HiCacheKVCM:
+        return backend(shared, host_pool(True, "layer_first"), True, {f"{group}_rank": rank})
+
+    first, second = opened(0), opened(1)
+    assert first._namespace.key != second._namespace.key
+    for each in (first, second):
         each.close()
 
 
