@@ -77,9 +77,10 @@ struct Tile {
   // them. Each step does so while it computes: a processor waits if many reads are under way.
   HISPARSE_INLINE void fetch_next(int32_t i, int32_t third) const {
     if (!last) return;
-    const int32_t lines = (layout().num_bytes() + 63) / 64, part = (third + 2) % 3;
+    // It begins within a line, so it ends in one more.
+    const int32_t end = layout().num_bytes() - 1, lines = end / 64 + 2, part = (third + 2) % 3;
     for (int32_t line = lines * part / 3; line < lines * (part + 1) / 3; ++line) {
-      __builtin_prefetch(sketches[i + kTile] + 64 * line, 0, 3);
+      __builtin_prefetch(sketches[i + kTile] + std::min(64 * line, end), 0, 3);
     }
   }
   // Room for the last register that is written, wherever it begins.

@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 namespace hisparse {
@@ -215,20 +216,31 @@ struct Run {
   }
 };
 
+// This thread's tile. It is kept: to allocate one takes time in each run.
+template <typename Layout>
+Tile<Layout>& tile_of(const Layout& layout, int32_t group) {
+  static thread_local std::optional<Tile<Layout>> kept;
+  if (!kept || kept->group != group || !(kept->layout() == layout.get())) {
+    kept.emplace(layout, group);
+  }
+  return *kept;
+}
+
 // A run's sketches, tile by tile.
 template <typename Layout>
 void score_sketches(const SketchScoreParams& p, const Layout& layout, const Queries& queries,
                     Run& run) {
   const int32_t bytes = layout.get().num_bytes();
   const int32_t* host_pages = p.host_pages[run.request];
-  std::vector<const uint8_t*> sketches;
+  thread_local std::vector<const uint8_t*> sketches;
+  sketches.clear();
   for (int64_t page = run.first; page < run.present; ++page) {
     const uint8_t* own = p.sketches[host_pages[page]];
     for (int32_t head = 0; head < p.kv_heads; ++head) sketches.push_back(own + head * bytes);
   }
   const auto count = static_cast<int32_t>(sketches.size());
   sketches.resize(count + 2 * kTile, sketches.back());
-  Tile<Layout> tile(layout, p.q_heads / p.kv_heads);
+  Tile<Layout>& tile = tile_of(layout, p.q_heads / p.kv_heads);
   int32_t head = 0;
   for (int32_t done = 0; done < count; done += kTile) {
     tile.count = std::min(kTile, count - done);
@@ -336,16 +348,12 @@ void sketch_score(Arguments& in) {
   require_sketches(sketches, p.layout);
   const Queries queries(p.query, p.scale, p.batch * p.kv_heads, p.q_heads / p.kv_heads,
                         p.layout.dim);
-  const auto is = [&](const SketchLayout& l) {
-    return p.layout.dim == l.dim && p.layout.page_size == l.page_size &&
-           p.layout.num_channels == l.num_channels;
-  };
   // The usual shapes take a third less time if they are known.
   using Wide = KnownLayout<128, 16, 40, false>;
   using Narrow = KnownLayout<64, 16, 20, false>;
-  const bool in_range = is(Wide::get())     ? score_all(p, Wide{}, queries)
-                        : is(Narrow::get()) ? score_all(p, Narrow{}, queries)
-                                            : score_all(p, AnyLayout<false>{p.layout}, queries);
+  const bool in_range = p.layout == Wide::get()     ? score_all(p, Wide{}, queries)
+                        : p.layout == Narrow::get() ? score_all(p, Narrow{}, queries)
+                                                    : score_all(p, AnyLayout<false>{p.layout}, queries);
   if (!in_range) {
     require_host_pages(p.host_pages, p.num_pages, p.batch, p.num_columns, p.num_host_pages);
   }

@@ -62,6 +62,11 @@ struct SketchLayout {
     return round_up(end > read ? end : read, kCopyBytes);
   }
 
+  constexpr bool operator==(const SketchLayout& other) const {
+    return dim == other.dim && page_size == other.page_size &&
+           num_channels == other.num_channels && numbered == other.numbered;
+  }
+
   // The code of a token in a detailed channel of a sketch.
   HISPARSE_ANYWHERE constexpr uint32_t code_of(const uint8_t* sketch, int32_t slot,
                                                int32_t token) const {
