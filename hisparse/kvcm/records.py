@@ -36,7 +36,7 @@ async def save_usage(state: State) -> None:
     values = []
     for instance in list(state.instances.values()):
         for shelf in list(instance.blocks.values()):
-            blocks = list(shelf.values())
+            blocks = [block for block in shelf.values() if block.uses]
             for at in range(0, len(blocks), _USED_BLOCKS):
                 part = blocks[at : at + _USED_BLOCKS]
                 values.append(await asyncio.to_thread(_pack_usage, part))
@@ -47,7 +47,6 @@ async def save_usage(state: State) -> None:
 
 
 def _pack_usage(blocks: list[Block]) -> bytes:
-    blocks = [x for x in blocks if x.uses]
     columns = [x.number for x in blocks], [x.time for x in blocks], [x.uses for x in blocks]
     count = len(blocks)
     return b"U" + struct.pack(f"<{count}q{count}d{count}q", *chain(*columns))

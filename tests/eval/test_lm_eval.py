@@ -184,6 +184,6 @@ def test_without_lm_eval_the_command_says_what_to_install() -> None:
     line = [sys.executable, "-c", code, "eval", "--tasks", "ruler"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "expected some of needle, multikey, variable, qa, copy;" in done.stderr
+    assert "expected some of needle, multikey, variable, qa, copy, turns," in done.stderr
     assert "pip install 'hisparse[lm-eval]'" in done.stderr
     assert done.stderr.count("\n") == 1

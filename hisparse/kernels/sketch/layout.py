@@ -93,7 +93,7 @@ class SketchLayout(NamedTuple):
         read = self.channels + _round_up(self.num_channels, 8) * self.channel_width
         return _round_up(max(self.block_scales + self.blocks, read), 16 if self.numbered else 4)
 
-    def code_places(self) -> tuple[Tensor, Tensor]:
+    def code_places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the codes are: offsets ``[N, S] int64`` of their bytes, and of their first bits.
 
         If numbered, lane 4g + t of a warp has the codes of tokens g and g + 8 of each 16 tokens, in
@@ -101,7 +101,8 @@ class SketchLayout(NamedTuple):
         are left, 2t and 2t + 1 of them. Bits of a channel of odd number are those of the one before
         it, moved by half a word or byte.
         """
-        channel, token = torch.arange(self.num_channels)[:, None], torch.arange(self.page_size)
+        channel = torch.arange(self.num_channels, device=device)[:, None]
+        token = torch.arange(self.page_size, device=device)
         if not self.numbered:
             offset = self.codes + channel * self.code_bytes + token // 4
             return offset, (token % 4 * 2).expand_as(offset)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
-from hisparse.kernels.operation import Operation, new_tensors
+from hisparse.kernels.operation import Implementation, Operation, new_tensors
 from hisparse.kernels.quantize.op import STORED, check_scales
 from hisparse.kernels.sketch.layout import SketchLayout, outline_bytes
 from hisparse.kernels.transfer.op import NewTokens, append_tokens
@@ -125,7 +125,24 @@ def _score(call: Callable[..., Any], query: Tensor, *more: Any) -> Any:
 
 def _score_on_cpu(call: Callable[..., Any], *more: Any) -> Any:
     *tensors, tail, layout, scale = more
+    if layout.numbered:
+        return _for_gpus(SKETCH_SCORE)(*more)
     return _score(call, *tensors, None if tail is None else tail.appended(), layout, scale)
+
+
+def _sketch_on_cpu(
+    call: Callable[..., Any], keys: Tensor, sketches: Tensor, pages: Tensor, layout: SketchLayout
+) -> Any:
+    if layout.numbered:
+        return _for_gpus(PAGE_SKETCH)(keys, sketches, pages, layout)
+    return call(keys, sketches, pages, layout.num_channels, int(layout.numbered))
+
+
+def _for_gpus(operation: Operation) -> Implementation:
+    """What tests of GPUs have on a CPU: C++ reads sketches without numbers alone."""
+    reference = operation.lookup("reference")
+    assert reference is not None
+    return reference
 
 
 PAGE_SKETCH = Operation(
@@ -135,9 +152,7 @@ PAGE_SKETCH = Operation(
     Arg("sketches", "_ Hkv bytes", torch.uint8, written=True),
     Arg("host_pages", "N", _I32, torch.int64),
     values=("D", "S", "bytes"),
-    cpu=lambda call, keys, sketches, host_pages, layout: call(
-        keys, sketches, host_pages, layout.num_channels, int(layout.numbered)
-    ),
+    cpu=_sketch_on_cpu,
 )
 SKETCH_SCORE = Operation(
     __name__,

@@ -42,7 +42,7 @@ def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:
     count = layout.num_channels
     if count == 0:
         return keys
-    places, bits = (x.to(sketches.device) for x in layout.code_places())
+    places, bits = layout.code_places(sketches.device)
     codes = (sketches[..., places] >> bits) & 3
     scale = _scale(sketches[..., layout.channel_scales : layout.channel_scales + count])
     detail = ((codes - 1.5) * scale[..., None]).transpose(-1, -2)
@@ -133,7 +133,7 @@ def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:
     steps = (offset >= -scale).float() + (offset >= 0) + (offset >= scale)
     steps = steps.transpose(2, 3).gather(2, order[..., None].expand(*order.shape, keys.shape[2]))
     sketch = keys.new_zeros(*order.shape[:2], layout.num_bytes, dtype=torch.uint8)
-    places, bits = (x.to(keys.device).flatten() for x in layout.code_places())
+    places, bits = (x.flatten() for x in layout.code_places(keys.device))
     packed = (steps.flatten(2).long() << bits).to(torch.uint8)
     sketch.scatter_add_(-1, places.expand_as(packed), packed)
 
