@@ -190,8 +190,8 @@ def test_reads_are_known_after_a_restart(managers: Start, tmp_path: Path, policy
     client.admin("createInstanceGroup", instance_group=made)
     client.register(instance_group="g")
     client.put(list(range(10)))
-    client.register("nobody reads")
-    client.put([0], "nobody reads")
+    client.register("unread")
+    client.put([0], "unread")
     client.match([9])
     for _ in range(2):
         client.match([5, 6])
