@@ -22,7 +22,7 @@
 # make lint    what takes seconds of make test
 # make setup   .venv/, which the others make themselves
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
-# make ruler   .venv/ruler/, 250 MB more, RULER for `hisparse eval --ruler`; make test makes it itself
+# make ruler   .venv/ruler/, 250 MB more, RULER for `hisparse eval --ruler`; sweeps make it themselves
 # make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
 # make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
 # make redis-tools   .venv/redis/, Debian's Redis, 5 MB, which make test makes itself on Debian
@@ -52,7 +52,7 @@ python := .venv/bin/python
 demo: setup
 	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: setup lm-eval ruler site-tools
+test: setup lm-eval site-tools
 	-@$(MAKE) --no-print-directory redis-tools
 	@$(python) scripts/run_tests.py
 
@@ -62,7 +62,7 @@ test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
 	@$(MAKE) --no-print-directory test-$(PART)
 
-test-sweeps: setup
+test-sweeps: setup ruler
 	-@$(MAKE) --no-print-directory mooncake-tools redis-tools
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \

@@ -18,6 +18,7 @@ from hisparse.eval.tables import make_ruler_tables
 from hisparse.eval.texts import read_text
 from tests.command import Command
 from tests.processes import is_running
+from tests.sizes import SWEEPS
 from tests.transformers.hf_models import GREEDY, byte_tokenizer, model
 
 #: What `make ruler` installed, apart.
@@ -303,6 +304,7 @@ def test_the_command(
 
 
 @pytest.mark.sweeps
+@pytest.mark.skipif(not SWEEPS, reason="takes a minute: make test-all PART=sweeps")
 @pytest.mark.skipif(not INSTALLED.exists(), reason="not installed: make ruler")
 def test_rulers_own_documents_and_metrics(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

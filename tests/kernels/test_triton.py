@@ -17,22 +17,16 @@ import torch
 from hisparse.errors import KernelError
 from hisparse.kernels import SelectRule, operation, select
 from scripts.gpu_check import SUITES
-from tests.kernels.conftest import CUDA_TESTS
 from tests.kernels.sass import blocks_per_sm, ptx_fault
-from tests.sizes import SWEEPS, sized
+from tests.sizes import SWEEPS
 
 ROOT = Path(__file__).parents[2]
-#: Files of ``make gpu-check`` that compare implementations of an operation: in ``make test`` those
-#: of Triton's, for CUDA's run on fibers there without the proxy, and in sweeps those of CUDA's.
-SUITE = [
-    file
-    for part in ("lru", "transfer", "attention", "fp8")
-    for file in SUITES[part]
-    if (Path(file).stem in CUDA_TESTS) == SWEEPS
-]
+#: Files of ``make gpu-check`` that compare implementations of an operation.
+SUITE = [file for part in ("lru", "transfer", "attention", "fp8") for file in SUITES[part]]
 
 
 @pytest.mark.sweeps
+@pytest.mark.skipif(not SWEEPS, reason="takes minutes: make test-all PART=sweeps")
 def test_gpu_check_s_suite_passes_without_a_gpu() -> None:
     """Through its proxy, with fibers and the interpreter in place of the device."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
@@ -47,7 +41,7 @@ def test_gpu_check_s_suite_passes_without_a_gpu() -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     found = re.search(r"(\d+) passed", done.stdout)
     assert found is not None
-    assert int(found[1]) > sized(200, 300)
+    assert int(found[1]) > 700
 
 
 @pytest.mark.sweeps
