@@ -58,7 +58,7 @@ def _use_again(state: State, blocks: list[Block], records: list[tuple[int, bytes
     for number, value in records:
         count = len(value) // _USED_BYTES
         columns = struct.unpack_from(f"<{count}q{count}d{count}q", value, 1)
-        numbers, times, uses = (columns[at : at + count] for at in range(0, 3 * count, count))
+        numbers, times, uses = (columns[i * count : (i + 1) * count] for i in range(3))
         found |= zip(numbers, zip(times, uses, strict=True), strict=True)
         state.usage.append(number)
     for block in blocks:
