@@ -145,7 +145,7 @@ def test_policies(managers: Start, policy: str) -> None:
     client = managers().http
     made = group("g")
     strategy = made["cache_config"]["reclaim_strategy"]
-    strategy |= {"reclaim_policy": policy, "trigger_strategy": {"used_size": 8 * _SIZE}}
+    strategy |= {"reclaim_policy": policy, "trigger_strategy": {"used_size": 99 * _SIZE}}
     client.admin("createInstanceGroup", instance_group=made)
     client.register(instance_group="g")
     client.put(list(range(8)))
@@ -153,6 +153,9 @@ def test_policies(managers: Start, policy: str) -> None:
         client.match([0])
     client.match(list(range(1, 8)))
     client.put([8, 9])
+    made["version"] = 2
+    strategy["trigger_strategy"] = {"used_size": 8 * _SIZE}
+    client.admin("updateInstanceGroup", instance_group=made, current_version=1)
     wait_until(lambda: _used(client) == 8 * _SIZE)
     left = [x for x in range(10) if client.states([x]) == ["SERVING"]]
     expected = {"POLICY_LRU": [1, 2, 3, 4, 5, 6, 8, 9], "POLICY_LFU": list(range(8))}
