@@ -14,6 +14,8 @@ from hisparse.kernels.triton_common import existing, require_dense_rows
 _PAGES = 16
 _MOST_QUERIES = 16
 _CHANNELS = 32
+#: Bytes of codes that a program stores at once: all of an MLA page's take too many registers.
+_CODES = 1024
 _OFFSET, _MOST = tl.constexpr(SCALE_OFFSET), tl.constexpr(MOST_SCALE)
 
 
@@ -26,7 +28,7 @@ class _SketchConstants(NamedTuple):
     channels: int  # N, the detailed ones
     blocks: int  # bytes of the block scales
     code_bytes: int  # bytes of the codes of 16 tokens
-    codes_size: int  # bytes of all codes, rounded up to a power of two
+    codes_step: int  # bytes of codes that are stored at once, a power of two
     first_byte: int  # the first channel whose codes are bytes of a lane
     codes_at: int  # offset of the codes
     scales_at: int  # offset of the channel scales
@@ -55,6 +57,7 @@ def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: Sket
         raise KernelError("layout: got sketches without numbers, expected numbered ones")
     if pages == 0:
         return
+    codes = layout.channel_scales - layout.codes
     _sketch_kernel[(pages, heads)](
         (keys, *keys.stride()),
         (sketches, *sketches.stride()[:2]),
@@ -67,7 +70,7 @@ def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: Sket
             channels=layout.num_channels,
             blocks=layout.blocks,
             code_bytes=layout.code_bytes,
-            codes_size=triton.next_power_of_2(max(1, layout.channel_scales - layout.codes)),
+            codes_step=min(_CODES, triton.next_power_of_2(max(1, codes))),
             first_byte=layout.first_byte,
             codes_at=layout.codes,
             scales_at=layout.channel_scales,
@@ -152,7 +155,8 @@ def _sketch_kernel(
         if const.channel_width == 2:
             tl.store(number + 1, (dim >> 8).to(tl.uint8), mask=chosen)
         tl.debug_barrier()  # The codes are found with what is stored.
-        _store_codes((source, stride_token, stride_dim), out, const)
+        for begin in range(0, const.scales_at - const.codes_at, const.codes_step):
+            _store_codes((source, stride_token, stride_dim), out, begin, const)
 
 
 @triton.jit
@@ -170,13 +174,13 @@ def _rounded_base(base, const: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(tokens, out, const: tl.constexpr):
-    """Store the codes of the page's ``tokens``; all else of the sketch is there.
+def _store_codes(tokens, out, begin, const: tl.constexpr):
+    """Store bytes of codes of the page's ``tokens`` from ``begin`` on; all else of it is there.
 
     A byte has codes of two channels for two tokens, see ``SketchLayout.code_places``.
     """
     source, stride_token, stride_dim = tokens
-    byte = tl.arange(0, const.codes_size)
+    byte = begin + tl.arange(0, const.codes_step)
     inside = byte < const.scales_at - const.codes_at
     own = byte % const.code_bytes
     is_word = own < 4 * const.first_byte
