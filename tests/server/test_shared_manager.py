@@ -56,6 +56,7 @@ def test_two_servers_on_one_manager(
         again = writer.generate(PROMPT, NEW_TOKENS)
         assert (again.ids, again.cached) == (sparse.ids, CACHED)
         assert writer.counted("storage_loaded_pages", "storage_built_pages") == (93, 0)
+        before = len(reader.log())  # SGLang's start may tell of a request of its own that failed.
         manager.kill()
         manager.start()
         assert _asked_again(reader).ids == right
@@ -63,7 +64,7 @@ def test_two_servers_on_one_manager(
         alone = reader.generate(PROMPTS.prompts[4], NEW_TOKENS)
         assert alone.ids == other_right
         assert "prompts are computed without the store" in reader.log()
-        assert "UNAVAILABLE" in reader.log() and "Traceback" not in reader.log()
+        assert "UNAVAILABLE" in reader.log() and "Traceback" not in reader.log()[before:]
 
 
 def _asked_again(server: Server, prompt: list[int] = PROMPT) -> Any:
@@ -122,6 +123,7 @@ def test_a_server_without_hisparse_shares_pages_with_one_that_has_it(
             with start(log_dir, "managed-dense", None, managed(manager, ROOMY)) as dense:
                 assert _asked_again(dense, other).ids == right[4]
                 assert dense.counted("storage_damaged_pages", "storage_errors") == (0, 0)
+            before = len(without.log())
             manager.kill()
             assert without.generate(PROMPTS.prompts[3], NEW_TOKENS).ids == right[3]
-            assert "UNAVAILABLE" in without.log() and "Traceback" not in without.log()
+            assert "UNAVAILABLE" in without.log() and "Traceback" not in without.log()[before:]
