@@ -248,7 +248,8 @@ class StorageOptions:
             many servers, or "tls://HOST:PORT"; several with commas if one of them leads.
         manager_group: instance group there, which has the quota.
         size: most bytes of the backend "file"; the least recently used pages leave first. A
-            fraction is of the file system's size. None: no limit.
+            fraction is of the file system's size. None: no limit. With ``manager``: bytes of host
+            memory that are lent to its Mooncake.
         ttl_s: seconds that an unused page stays. None: until its space is needed.
         timeout_s: time limit of a call to the store, in seconds, with a second more for every 256
             MiB. Late pages are computed.
@@ -280,8 +281,10 @@ class StorageOptions:
                 f"{given[0]} is set for backend {quoted(self.backend)}; expected it only "
                 'for "file", and options for others'
             )
-        if self.manager is not None and given != ["manager"]:
-            raise ConfigError(f"{given[-1]} and manager are set; expected one of the two")
+        if self.manager is not None and (others := set(given) - {"manager", "size"}):
+            raise ConfigError(f"{min(others)} and manager are set; expected one of the two")
+        if self.manager is not None and isinstance(self.size, float):
+            raise ConfigError(f"size: got {self.size}, expected bytes beside manager")
         if self.manager is not None and not _ADDRESSES.fullmatch(self.manager):
             raise ConfigError(f"manager: got {quoted(self.manager)}, expected HOST:PORT")
         if self.backend == "file" and self.options:
@@ -302,6 +305,11 @@ class StorageOptions:
             raise ConfigError(
                 f"swap_min_tokens: got {self.swap_min_tokens}, expected null or at least 0"
             )
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of host memory for a Mooncake of the manager."""
+        return 0 if self.size is None else int(parse_memory("size", self.size))
 
 
 def read_storage(given: object) -> StorageOptions | None:

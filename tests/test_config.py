@@ -294,6 +294,9 @@ def test_storage_options() -> None:
         ({"path": "/x", "policy": "lru"}, ["unknown storage option 'policy'", "ttl_s"]),
         ({"path": "/x", "options": {"a": 1}}, ['options are set for backend "file"']),
         ({"backend": "mooncake", "path": "/x"}, ["path is set for backend 'mooncake'"]),
+        ({"manager": "a:1", "size": "1GB", "path": "/x"}, ["path and manager are set"]),
+        ({"manager": "a:1", "ttl_s": 60}, ["ttl_s and manager are set; expected one of the two"]),
+        ({"manager": "a:1", "size": 0.5}, ["size: got 0.5, expected bytes beside manager"]),
     ],
 )
 def test_storage_refused(storage: object, words: list[str]) -> None:

@@ -71,6 +71,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     if arguments.login and not arguments.store:
         raise ConfigError("--login: got no --store, expected one that has accounts")
     debug_http = arguments.http_port and arguments.http_port + 3000
+    if arguments.debug_service and debug_http >= 1 << 16:
+        text = f"got {arguments.http_port}, expected at most 62535 with --debug-service"
+        raise ConfigError(f"--http-port: {text}")
     ports = Ports(
         arguments.host, arguments.rpc_port, arguments.http_port, arguments.admin_rpc_port,
         arguments.admin_http_port, debug_http if arguments.debug_service else None,

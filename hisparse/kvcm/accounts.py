@@ -79,6 +79,11 @@ async def make_account(number: int, request: Any) -> Account:
     return Account(number, name, role, salt, await asyncio.to_thread(_hash, password, salt))
 
 
+def has_administrator(accounts: dict[str, Account]) -> bool:
+    """Whether one of the accounts may change something."""
+    return any(x.role == PROTO.AccountRole["ROLE_ADMIN"] for x in accounts.values())
+
+
 async def log_in(accounts: dict[str, Account], authorization: str) -> Account | None:
     """The account of a header; None: there is none, or it has another password."""
     scheme, _, token = authorization.partition(" ")

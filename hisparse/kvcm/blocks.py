@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from hisparse.kvcm.state import DELETING, SERVING, Block, Instance, Session, State
-from hisparse.kvcm.storages import delete_files, probe
+from hisparse.kvcm.state import DELETING, SERVING, Block, File, Instance, Session, State
+from hisparse.kvcm.storages import Storage, probe
 
 #: Blocks that are removed or deleted before other requests get their turn.
 AT_ONCE: Final = 4096
@@ -119,7 +119,9 @@ async def expire_sessions(state: State) -> None:
             state.counters["cache_manager.write_location_expire_size", ""] += len(session.blocks)
             await end_session(state, session, [])
             paths = {path for block in session.blocks for path in block.paths}
-            state.late.append((now + _LATE_S, sorted(paths)))
+            if paths:
+                storage = session.blocks[0].file.storage
+                state.late.append((now + _LATE_S, storage, paths))
 
 
 async def delete_due(state: State) -> None:
@@ -128,7 +130,8 @@ async def delete_due(state: State) -> None:
     A file goes with the last of its blocks.
     """
     while state.late and state.late[0][0] <= time.time():
-        await asyncio.to_thread(delete_files, state.late.popleft()[1])
+        _, storage, paths = state.late.popleft()
+        await asyncio.to_thread(storage.delete, paths)
     while state.leaving and state.leaving[0][0] <= time.time():
         _, _, blocks = heapq.heappop(state.leaving)
         for at in range(0, len(blocks), AT_ONCE):
@@ -137,13 +140,16 @@ async def delete_due(state: State) -> None:
 
 async def _delete(state: State, blocks: list[Block]) -> None:
     left = {block.file: block.file.blocks for block in blocks}
-    paths: dict[str, Block] = {}
+    paths: dict[Storage, dict[str, File]] = {}
     for block in blocks:
         left[block.file] -= 1
         if not left[block.file]:
-            paths |= dict.fromkeys(block.paths, block)
-    failed = await asyncio.to_thread(delete_files, paths)
-    kept = {paths[path].file for path in failed}
+            found = paths.setdefault(block.file.storage, {})
+            found |= dict.fromkeys(block.paths, block.file)
+    kept = set[File]()
+    for storage, found in paths.items():
+        failed = await asyncio.to_thread(storage.delete, found)
+        kept |= {found[path] for path in failed}
     gone = [block for block in blocks if block.file not in kept and state.holds(block)]
     state.leave([x for x in blocks if x.file in kept], time.time() + _RETRY_S)
     changes: dict[int, bytes | None] = {block.number: None for block in gone}
@@ -162,3 +168,9 @@ async def _delete(state: State, blocks: list[Block]) -> None:
 async def probe_storages(state: State) -> None:
     """Disable storages that cannot be used, and enable those that can again."""
     await asyncio.gather(*map(probe, state.storages.values()))
+    async with state.lock:
+        new = [x for x in state.storages.values() if x.worked and not x.is_kept]
+        if new:
+            await state.writer.write({x.number: x.record() for x in new})
+        for storage in new:
+            storage.is_kept = True

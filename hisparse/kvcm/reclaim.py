@@ -58,9 +58,10 @@ def _level(capacity: int, share: float, needed: int) -> float:
 async def _free_bytes(
     state: State, group: Group, instances: list[Instance], types: tuple[int, ...], level: float
 ) -> None:
+    left = _step(group)
     while True:
         used = sum(group.used[x] - group.leaving[x] for x in types)
-        excess, victims = math.ceil(used - level), list[Block]()
+        excess, victims = min(math.ceil(used - level), left), list[Block]()
         if excess <= 0:
             return
         for block in _order(group, instances, types):
@@ -68,8 +69,16 @@ async def _free_bytes(
                 break
             victims.append(block)
             excess -= block.size
+            left -= block.size
         if not await _remove(state, victims):
             return
+
+
+def _step(group: Group) -> float:
+    """Bytes that may go at once, and at least a block; the rest goes at the next looks."""
+    strategy = group.config.cache_config.reclaim_strategy
+    share = group.config.quota.capacity * strategy.reclaim_step_percentage / 100
+    return min(strategy.reclaim_step_size or math.inf, share or math.inf)
 
 
 async def _free_keys(state: State, instance: Instance, level: float) -> None:

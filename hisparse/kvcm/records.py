@@ -124,7 +124,8 @@ def _read(state: State, store: Store) -> None:
         records[value[0]].append((number, value))
         state.last_number = max(state.last_number, number)
     for number, value in records[b"S"[0]]:
-        storage = Storage(number, PROTO.StorageConfig.FromString(value[2:]), bool(value[1]))
+        config, flags = PROTO.StorageConfig.FromString(value[2:]), value[1]
+        storage = Storage(number, config, bool(flags & 1), bool(flags & 2))
         state.storages[storage.name] = storage
     for number, value in records[b"G"[0]]:
         group = Group(number, PROTO.InstanceGroup.FromString(value[1:]))

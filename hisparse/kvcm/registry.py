@@ -1,6 +1,6 @@
 """Administration: storages, groups of instances, instances, accounts."""
 
-import asyncio
+import time
 from itertools import islice
 from typing import Any, Final
 
@@ -51,8 +51,7 @@ class Registry:
     """
 
     def __init__(self, state: State) -> None:
-        self._state = state
-        self.lock = asyncio.Lock()
+        self._state, self.lock = state, state.lock
 
     # -- Storages ---------------------------------------------------------------------------
 
@@ -78,7 +77,7 @@ class Registry:
         async with self.lock:
             storage = self.storage(name)
             before, storage.enabled = storage.enabled, enabled
-            storage.worked = False  # Whoever enables it may have emptied it.
+            storage.worked = storage.is_kept = False  # Whoever enables it may have emptied it.
             try:
                 await self._state.writer.write({storage.number: storage.record()})
             except OSError:
@@ -189,12 +188,29 @@ class Registry:
             group = self.group(info.instance_group_name)
             if known is not None:
                 check_same(known.info, info)
-                return known
+                return self.instance(info.instance_id)
             info.quota_group_name = group.config.global_quota_group_name
             instance = Instance(self._state.new_number(), info, group)
+            await self._make_room(group)
             await self._state.writer.write({instance.number: instance.record()})
             self._state.instances[info.instance_id] = instance
             return instance
+
+    async def _make_room(self, group: Group) -> None:
+        """Remove the longest unused instance of a full group, of those without blocks.
+
+        Raises:
+            ServiceError: REACH_MAX_ENTITY_CAPACITY: all have blocks.
+        """
+        most = group.config.max_instance_count
+        instances = [x for x in self._state.instances.values() if x.group is group]
+        if not most or len(instances) < most:
+            return
+        unused = min((x for x in instances if not x.num_keys), key=lambda x: x.used, default=None)
+        if unused is None:
+            text = f"got {len(instances)} instances with blocks, expected fewer than {most}"
+            raise ServiceError("REACH_MAX_ENTITY_CAPACITY", f"max_instance_count: {text}")
+        await self._remove(unused)
 
     # -- Accounts ---------------------------------------------------------------------------
 
@@ -218,9 +234,11 @@ class Registry:
             del self._state.accounts[name]
 
     def instance(self, name: str) -> Instance:
-        """An instance that there is; else INSTANCE_NOT_EXIST."""
+        """An instance that there is, which is used now; else INSTANCE_NOT_EXIST."""
         try:
-            return self._state.instances[name]
+            instance = self._state.instances[name]
+            instance.used = time.time()
+            return instance
         except KeyError:
             raise ServiceError(
                 "INSTANCE_NOT_EXIST", f"instance: got {quoted(name)}, expected a registered one"
@@ -232,18 +250,21 @@ class Registry:
             instance = self.instance(name)
             if group and group != instance.group.config.name:
                 raise _failed(f"instance_group: got {quoted(group)}, expected the instance's")
-            instance.removed = True
-            del self._state.instances[name]
-            changes: dict[int, bytes | None] = {instance.number: instance.record()}
-            if not instance.num_keys:
-                changes[instance.number] = None
-            sessions = [x for x in self._state.sessions.values() if x.instance is instance]
-            for session in sessions:
-                del self._state.sessions[session.id]
-            await self._state.writer.write(changes)
-            for session in sessions:
-                await end_session(self._state, session, [])
-            await trim(self._state, instance)
+            await self._remove(instance)
+
+    async def _remove(self, instance: Instance) -> None:
+        instance.removed = True
+        del self._state.instances[instance.id]
+        changes: dict[int, bytes | None] = {instance.number: instance.record()}
+        if not instance.num_keys:
+            changes[instance.number] = None
+        sessions = [x for x in self._state.sessions.values() if x.instance is instance]
+        for session in sessions:
+            del self._state.sessions[session.id]
+        await self._state.writer.write(changes)
+        for session in sessions:
+            await end_session(self._state, session, [])
+        await trim(self._state, instance)
 
 
 #: Specs of an instance, and groups of them.
@@ -263,9 +284,28 @@ def check_group(config: Any) -> None:
         f"{index}.meta_storage_backend_config.storage_type",
         f"{index}.meta_cache_policy_config.type",
     )  # fmt: skip
-    share = config.cache_config.reclaim_strategy.trigger_strategy.used_percentage
-    if not share >= 0:
-        raise invalid(f"used_percentage: got {share}, expected at least 0")
+    check_numbers(config)
+
+
+def check_numbers(config: Any) -> None:
+    """Refuse negative numbers in the configuration of a group.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    strategy = config.cache_config.reclaim_strategy
+    for message, names in (
+        (config, ("max_instance_count",)),
+        (config.quota, ("capacity",)),
+        *((quota, ("capacity",)) for quota in config.quota.quota_config),
+        (strategy.trigger_strategy, ("used_size", "used_percentage")),
+        (strategy, ("trigger_period_seconds", "reclaim_step_size", "reclaim_step_percentage",
+                    "delay_before_delete_ms")),
+        (config.cache_config.meta_indexer_config, ("max_key_count",)),
+    ):  # fmt: skip
+        for name in names:
+            if not (value := getattr(message, name)) >= 0:  # It may be no number.
+                raise invalid(f"{name}: got {value}, expected at least 0")
 
 
 def instance_info(request: Any) -> Any:

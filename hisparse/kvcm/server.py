@@ -25,6 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from hisparse.errors import ConfigError, one_line
+from hisparse.kvcm.accounts import has_administrator
 from hisparse.kvcm.dispatch import WAITS, Call, Dispatcher, Gate
 from hisparse.kvcm.election import Node
 from hisparse.kvcm.metrics import Exporter
@@ -305,7 +306,8 @@ async def serve(
         on_start: told of the ports once all listen, and the manager leads or waits.
 
     Raises:
-        ConfigError: the store cannot be opened, a port is taken, or the certificate is none.
+        ConfigError: the store cannot be opened, a port is taken, the certificate is none, or nobody
+            could log in.
     """
     node = Node(open_store(place), startup)
     server = Server(node, ports)
@@ -316,6 +318,9 @@ async def serve(
         bound = await server.start()
         node.name = f"{_address(ports.host)}:{bound.admin_http}_{secrets.token_hex(8)}"
         await node.campaign()
+        if ports.login and node.state is not None and not has_administrator(node.state.accounts):
+            text = "expected to start without it first, and addAccount"
+            raise ConfigError(f"--login: got a store without an account of ROLE_ADMIN, {text}")
         running = asyncio.create_task(node.run())
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,14 +7,14 @@ from typing import Any
 from google.protobuf.json_format import Error, ParseDict
 
 from hisparse.errors import ConfigError, one_line
-from hisparse.kvcm.storages import TYPES
-from hisparse.kvcm.wire import PROTO
+from hisparse.kvcm.registry import check_numbers
+from hisparse.kvcm.storages import MASTER, MASTER_FIELD, TYPES
+from hisparse.kvcm.wire import PROTO, ServiceError
 
 #: The types of start-up files to those of the protocol; those that quotas may name too.
 _FIELDS = {scheme: field for field, (scheme, _) in TYPES.items()}
 _NUMBERS = {scheme: number for scheme, number in TYPES.values()} | {
     "vcns_hf3fs": PROTO.StorageType["ST_VCNS_3FS"],
-    "mooncake": PROTO.StorageType["ST_MOONCAKE"],
     "pace": PROTO.StorageType["ST_TAIRMEMPOOL"],
 }
 
@@ -35,7 +35,7 @@ def default_startup(root: Path, capacity: int) -> tuple[Any, Any]:
         "name": "default",
         "storage_candidates": ["nfs_01"],
         "global_quota_group_name": "default_quota_group",
-        "max_instance_count": 100,
+        "max_instance_count": 10_000,
         "quota": {"capacity": capacity},
         "cache_config": {
             "reclaim_strategy": {
@@ -65,7 +65,7 @@ def load_startup(path: Path) -> tuple[Any, Any]:
     """
     try:
         return _read(json.loads(path.read_bytes()))
-    except (ValueError, KeyError, TypeError, AttributeError, Error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, Error, ServiceError) as error:
         text = f"startup-config: got {path}, expected storage_config and instance_group as JSON"
         raise ConfigError(f"{text}: {one_line(error)}") from None
 
@@ -75,12 +75,14 @@ def _read(found: Any) -> tuple[Any, Any]:
     field = _FIELDS.get(given["type"])
     if field is None:
         raise ValueError(f"type: got {given['type']!r}, expected one of: {', '.join(_FIELDS)}")
-    storage = {
-        "global_unique_name": given["global_unique_name"],
-        field: given["storage_spec"],
-    }
+    spec = dict(given["storage_spec"])
+    if MASTER in spec:
+        spec[MASTER_FIELD] = spec.pop(MASTER)
+    storage = {"global_unique_name": given["global_unique_name"], field: spec}
     cache = group["cache_config"]
     cache["data_storage_strategy"] = cache.pop("cache_prefer_strategy", 0)
     for quota in group["quota"].get("quota_config", ()):
         quota["storage_type"] = _NUMBERS[quota["storage_type"]]
-    return ParseDict(storage, PROTO.StorageConfig()), ParseDict(group, PROTO.InstanceGroup())
+    config = ParseDict(group, PROTO.InstanceGroup())
+    check_numbers(config)
+    return ParseDict(storage, PROTO.StorageConfig()), config

@@ -5,8 +5,10 @@ Each object has a number and one record in the store, from which a restart build
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import struct
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -152,6 +154,7 @@ class Instance:
         self.num_bytes = 0  #: of all blocks
         self.num_leaving = 0  #: blocks that wait for deletion
         self.needed = 0  #: keys for which the last refused write found no room
+        self.used = time.time()  #: when a request named it
         self.missing: bytes = missing.SerializeToString()  #: the location of a miss
 
     @property
@@ -240,6 +243,7 @@ class State:
         was_read: whether blocks were since their use was kept.
         usage: numbers of the records of that.
         last_number: of a record.
+        lock: of who changes storages, groups, instances or accounts.
         counters: by the name of a metric and the name of a method, "" for none.
         gauges: the same.
     """
@@ -252,10 +256,11 @@ class State:
     sessions: dict[str, Session] = field(default_factory=dict)
     deadlines: list[tuple[float, str]] = field(default_factory=list)
     leaving: list[tuple[float, int, Sequence[Block]]] = field(default_factory=list)
-    late: deque[tuple[float, list[str]]] = field(default_factory=deque)
+    late: deque[tuple[float, Storage, set[str]]] = field(default_factory=deque)
     was_read: bool = False
     usage: list[int] = field(default_factory=list)
     last_number: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     counters: Counter[tuple[str, str]] = field(default_factory=Counter)
     gauges: dict[tuple[str, str], float] = field(default_factory=dict)
 

@@ -42,10 +42,10 @@ class HiCacheKVCM(HiCacheStorage):  # type: ignore[misc]
 
     Args:
         storage_config: SGLang's ``HiCacheStorageConfig``. ``extra_config`` has the options
-            ``manager``, ``manager_group`` and ``timeout_s`` of hisparse's key ``storage``, and
-            ``model``: what servers must have in common to share pages, such as a digest of the
-            weights; a server with hisparse logs it. SGLang knows a name alone, which other weights
-            may have.
+            ``manager``, ``manager_group``, ``size`` and ``timeout_s`` of hisparse's key
+            ``storage``, and ``model``: what servers must have in common to share pages, such as a
+            digest of the weights; a server with hisparse logs it. SGLang knows a name alone, which
+            other weights may have.
         others: of SGLang, unused.
 
     Raises:
@@ -62,7 +62,8 @@ class HiCacheKVCM(HiCacheStorage):  # type: ignore[misc]
         if (manager := given.get("manager")) is None:
             raise ConfigError(f"{_FLAG}: manager is not set; expected HOST:PORT")
         options = from_options(StorageOptions, "storage", _FLAG, given)
-        self._store = ManagedStore(manager, options.manager_group, options.timeout_s)
+        lent = options.lent_bytes // storage_config.tp_size
+        self._store = ManagedStore(manager, options.manager_group, options.timeout_s, lent)
         self._health = StorageHealth(StorageCounters(), options.timeout_s)
         self._workers = Workers(options.threads, "hisparse-hicache")
 

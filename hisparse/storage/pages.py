@@ -66,6 +66,11 @@ def read_page(fd: int, namespace: str, key: str, page: memoryview) -> None:
         raise DamagedError(one_line(error)) from None
     if num_bytes < len(page) + DIGEST_BYTES:
         raise DamagedError(f"got {num_bytes} bytes, expected {len(page) + DIGEST_BYTES}")
+    check_page(namespace, key, page, digest)
+
+
+def check_page(namespace: str, key: str, page: memoryview, digest: bytearray) -> None:
+    """Raise DamagedError if a page does not have a checksum."""
     if digest != (expected := page_digest(namespace, key, page)):
         raise DamagedError(f"got checksum {digest.hex()}, expected {expected.hex()}")
 

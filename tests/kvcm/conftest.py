@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kvcm.manager import ROOT, Client, Forker, Manager, free_port, running, wait_until
+from tests.kvcm.manager import Client, Forker, Manager, redis_server, running
 
 
 @pytest.fixture(scope="session")
@@ -63,33 +60,6 @@ def managers(forker: Forker, tmp_path: Path) -> Iterator[object]:
 
 @pytest.fixture
 def redis_url(tmp_path: Path) -> Iterator[str]:
-    """An empty Redis: the system's, or that of ``make redis-tools``."""
-    unpacked = ROOT / ".venv" / "redis"
-    folders = os.pathsep.join((os.environ.get("PATH", ""), str(unpacked / "usr/bin")))
-    program = shutil.which("redis-server", path=folders)
-    if program is None:
-        pytest.skip("there is no redis-server: make redis-tools unpacks Debian's")
-    port, socket_libraries = free_port(), list((unpacked / "usr/lib").glob("*-linux-gnu"))
-    libraries = os.pathsep.join(map(str, socket_libraries))
-    process = subprocess.Popen(
-        [program, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path), "--save", ""],
-        env=os.environ | {"LD_LIBRARY_PATH": libraries},
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        import redis
-
-        client = redis.Redis(port=port)
-
-        def answers() -> bool:
-            try:
-                return bool(client.ping())
-            except redis.ConnectionError:
-                return False
-
-        wait_until(answers)
-        client.close()
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.kill()
-        process.wait()
+    """An empty Redis."""
+    with redis_server(tmp_path) as url:
+        yield url

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 import requests
 from google.protobuf import json_format
 
@@ -354,3 +356,37 @@ def running(forker: Forker, folder: Path, **options: Any) -> Iterator[Manager]:
     finally:
         if Path(f"/proc/{manager.pid}").exists():
             manager.kill()
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[str]:
+    """The URL of an empty Redis: the system's, or that of ``make redis-tools``."""
+    unpacked = ROOT / ".venv" / "redis"
+    folders = os.pathsep.join((os.environ.get("PATH", ""), str(unpacked / "usr/bin")))
+    program = shutil.which("redis-server", path=folders)
+    if program is None:
+        pytest.skip("there is no redis-server: make redis-tools unpacks Debian's")
+    port, socket_libraries = free_port(), list((unpacked / "usr/lib").glob("*-linux-gnu"))
+    libraries = os.pathsep.join(map(str, socket_libraries))
+    process = subprocess.Popen(
+        [program, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""],
+        env=os.environ | {"LD_LIBRARY_PATH": libraries},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        import redis
+
+        client = redis.Redis(port=port)
+
+        def answers() -> bool:
+            try:
+                return bool(client.ping())
+            except redis.ConnectionError:
+                return False
+
+        wait_until(answers)
+        client.close()
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.kill()
+        process.wait()

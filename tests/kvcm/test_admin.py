@@ -176,3 +176,36 @@ def test_metrics_have_the_names_of_upstream(client: Client, name: str) -> None:
     errors = client.metric("service.error_counter", api_name="GetInstanceInfo")
     client.respond("meta", "getInstanceInfo", {})
     assert client.metric("service.error_counter", api_name="GetInstanceInfo") == errors + 1
+
+
+def test_a_group_has_a_limit_of_instances(managers: Start, tmp_path: Path) -> None:
+    """The longest unused one without blocks makes room; engines register again."""
+    manager = managers(store=str(tmp_path / "db"))
+    client = manager.http
+    client.admin("createInstanceGroup", instance_group=group("few", max_instance_count=3))
+
+    def names() -> list[str]:
+        found = client.admin("listInstanceInfo", instance_group_name="few")["instance_info"]
+        return [x["instance_id"] for x in found]
+
+    for name in ("a", "b", "c"):
+        client.register(name, instance_group="few")
+    client.put([1], "a")
+    client.match([1], "b")
+    client.register("d", instance_group="few")
+    assert names() == ["a", "b", "d"]
+    with pytest.raises(ManagerError, match="INSTANCE_NOT_EXIST"):
+        client.match([1], "c")
+    client.put([1], "b")
+    client.put([1], "d")
+    for service, code in (("meta", "REACH_MAX_ENTITY_CAPACITY"), ("admin", "INTERNAL_ERROR")):
+        with pytest.raises(ManagerError, match=f"{code}: max_instance_count: got 3 instances"):
+            getattr(client, service)(
+                "registerInstance", **instance("e") | {"instance_group": "few"}
+            )
+    client.register("a", instance_group="few")
+    client.register("e")  # Another group's.
+    manager.kill()
+    manager.start()
+    client = manager.http
+    assert names() == ["a", "b", "d"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.kvcm.manager import Client, group, instance
+from tests.kvcm.manager import Client, ManagerError, group, instance
 
 
 def _code(client: Client, service: str, method: str, request: dict[str, Any]) -> str:
@@ -231,6 +231,33 @@ def test_a_share_of_a_quota(client: Client, name: str, share: object, code: str)
     made = group(f"share-{name}")
     made["cache_config"]["reclaim_strategy"]["trigger_strategy"] = {"used_percentage": share}
     assert _code(client, "admin", "createInstanceGroup", {"instance_group": made}) == code
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "max_instance_count", "quota.capacity", "cache_config.meta_indexer_config.max_key_count",
+        "cache_config.reclaim_strategy.trigger_strategy.used_size",
+        *(f"cache_config.reclaim_strategy.{x}" for x in ("trigger_period_seconds",
+          "reclaim_step_size", "reclaim_step_percentage", "delay_before_delete_ms")),
+    ],
+)  # fmt: skip
+def test_negative_numbers(client: Client, path: str) -> None:
+    made = part = group("negative")
+    *parents, last = path.split(".")
+    for name in parents:
+        part = part[name]
+    part[last] = -1
+    with pytest.raises(ManagerError, match=f"INVALID_ARGUMENT: {last}: got -1, expected at least"):
+        client.admin("createInstanceGroup", instance_group=made)
+
+
+def test_a_negative_quota_of_a_type(client: Client) -> None:
+    quotas = [{"storage_type": "ST_NFS", "capacity": -1}]
+    made = group("negative", quota={"capacity": 1, "quota_config": quotas})
+    assert _code(client, "admin", "createInstanceGroup", {"instance_group": made}) == (
+        "INVALID_ARGUMENT"
+    )
 
 
 @pytest.mark.parametrize(

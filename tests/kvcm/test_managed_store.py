@@ -208,18 +208,29 @@ def test_a_folder_that_is_not_mounted(managers: Start) -> None:
 @pytest.mark.parametrize(
     "uri",
     [
-        "", "file://nfs_01", "mooncake://nfs_01/?key=a&size=1016", "file://other/x?size=1016",
+        "", "file://nfs_01", "mooncake://nfs_01/?key={own}/1&size=1016", "file://other/x?size=1016",
         "file://nfs_01{root}/../x?size=1016", "file://nfs_01/etc/passwd?size=1016",
-        "file://nfs_01{root}/i/tp_1/1?size=1017", "file://nfs_01{root}/i/tp_1/1?size=-1",
-        "file://nfs_01{root}/i/tp_1/1?blkid=-1&size=1016", "file://nfs_01{root}//x?size=1016",
-        "file://nfs_01{root}?size=1016", "file://nfs_01{root}/i\0/x?size=1016&a=b",
+        "file://nfs_01{root}/{own}/1?size=1017", "file://nfs_01{root}/{own}/1?size=-1",
+        "file://nfs_01{root}/{own}/1?blkid=-1&size=1016", "file://nfs_01{root}//x?size=1016",
+        "file://nfs_01{root}?size=1016", "file://nfs_01{root}/{own}/1\0?size=1016&a=b",
+        "file://nfs_01{root}/authorized_keys?size=1016", "file://nfs_01{root}/i/tp_1/1?size=1016",
+        "file://nfs_01{root}/{own}/x/1?size=1016", "file://nfs_01{root}/{own}/key.pem?size=1016",
+        "file://nfs_01{root}/{own}/..?size=1016", "mooncake://mc/?key=i/tp_1/1&size=1016",
+        "mooncake://mc{root}/{own}/1?size=1016", "mooncake://mc/?key=/{own}/1&size=1016",
+        "file://mc/?key={own}/1&size=1016", "mooncake://mc/?size=1016",
     ],
 )  # fmt: skip
 def test_places_that_no_storage_has_are_refused(shared: Manager, uri: str) -> None:
+    """A manager cannot name other files of the engines' user, or other keys."""
     with closing(opened(shared)) as store:
         find(store, 1)
+        store._storages[NAMESPACE.key]["mc"] = {"master_server_entry": "127.0.0.1:1"}
+        own = f"{NAMESPACE.key}/tp_1"
+        for right in ("file://nfs_01{root}/{own}/1?blkid=2&size=1016",
+                      "mooncake://mc/?key={own}/1_2&size=1016"):  # fmt: skip
+            assert store._place(NAMESPACE, right.format(root=shared.root, own=own))
         with pytest.raises(ManagerError, match=r"^manager: place: got .*, expected [^\n]*$"):
-            store._place(NAMESPACE, uri.format(root=shared.root))
+            store._place(NAMESPACE, uri.format(root=shared.root, own=own))
 
 
 def test_a_storage_that_the_group_got_later(managers: Start, tmp_path: Path) -> None:

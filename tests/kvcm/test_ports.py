@@ -145,6 +145,8 @@ def test_flags_that_do_not_fit(tmp_path: Path, command: Command) -> None:
         (["--tls-cert", str(path)], "got one of them, expected both or none"),
         (["--tls-cert", str(path), "--tls-key", str(path)], "expected PEM files of a certificate"),
         (["--login"], "--login: got no --store, expected one that has accounts"),
+        (["--login", "--store", str(tmp_path / "db")], "--login: got a store without an account"),
+        (["--debug-service", "--http-port", "63000"], "--http-port: got 63000, expected at most"),
     ):
         assert expected in command.refused("kvcm", "serve", *free, *flags)
 

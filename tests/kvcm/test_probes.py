@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,33 @@ def test_another_folder_in_its_place(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert _probe(storage)
     storage.enabled = False
     assert not _probe(storage)
+
+
+def test_a_folder_that_is_lost_while_the_manager_is(
+    managers: Callable[..., Manager], tmp_path: Path
+) -> None:
+    """The empty one below it is not taken for it, and no file counts as deleted there."""
+    manager = managers(store=str(tmp_path / "db"))
+    client = manager.http
+    client.register()
+    (uri,) = client.put([1])
+    store_bytes(uri, b"x" * 64)
+    wait_until((manager.root / ".kvcm-nfs_01").exists)
+    time.sleep(1.2)  # Until a probe has told the store.
+    manager.kill()
+    away = manager.root.with_name("away")
+    manager.root.rename(away)
+    manager.root.mkdir()
+    manager.start()
+    client = manager.http
+    wait_until(lambda: client.metric("data_storage.is_available", storage="nfs_01") == 0)
+    assert client.match([1]) == []
+    client.admin("removeInstance", instance_id="i")
+    time.sleep(0.3)
+    manager.root.rmdir()
+    away.rename(manager.root)
+    assert path_of(uri).exists()
+    wait_until(lambda: not path_of(uri).exists())
 
 
 @pytest.mark.parametrize(

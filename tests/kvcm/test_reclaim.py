@@ -13,12 +13,13 @@ import pytest
 from google.protobuf import json_format
 
 from hisparse.kvcm import blocks, cache
+from hisparse.kvcm.reclaim import reclaim
 from hisparse.kvcm.records import restore
 from hisparse.kvcm.registry import Registry
 from hisparse.kvcm.startup import default_startup
-from hisparse.kvcm.state import Group
+from hisparse.kvcm.state import SERVING, Group, State
 from hisparse.kvcm.storages import Storage
-from hisparse.kvcm.store import Store
+from hisparse.kvcm.store import Store, Writer
 from hisparse.kvcm.wire import PROTO
 from tests.kvcm.manager import (
     Client,
@@ -111,6 +112,36 @@ def test_a_full_group_makes_room_for_what_it_refused(managers: Start) -> None:
         client.put(list(range(30, 41)))  # Can never fit: nothing goes for it.
     time.sleep(0.3)
     assert _used(client) == 10 * _SIZE
+
+
+@pytest.mark.parametrize("step", [{"reclaim_step_size": 2 * _SIZE}, {"reclaim_step_percentage": 2}])
+def test_reclaim_goes_in_steps(step: dict[str, int], tmp_path: Path) -> None:
+    """Of two blocks: down to the same level, in the same order."""
+
+    async def run() -> list[int]:
+        state = State(Writer(Store()))
+        storage, config = default_startup(tmp_path, 100 * _SIZE)
+        strategy = config.cache_config.reclaim_strategy
+        json_format.ParseDict(step, strategy)
+        strategy.trigger_strategy.used_percentage = 0.05
+        state.storages["nfs_01"], state.groups["default"] = (
+            Storage(1, storage, True),
+            Group(2, config),
+        )
+        found = PROTO.RegisterInstanceRequest()
+        await Registry(state).register(json_format.ParseDict(instance(), found))
+        keys, left = state.instances["i"], list[int]()
+        session, _ = cache.start_write(state, keys, list(range(10)), (), 30)
+        await blocks.begin_session(state, session)
+        await cache.finish_write(state, keys, session.id, PROTO.BlockMask(offset=10))
+        for _ in range(4):
+            await reclaim(state)
+            (shelf,) = keys.blocks.values()
+            left.append(sum(x.status == SERVING for x in shelf.values()))
+        state.writer.close()
+        return left
+
+    assert asyncio.run(run()) == [8, 6, 5, 5]
 
 
 @pytest.mark.parametrize("limit", ["type", "used_size", "keys"])

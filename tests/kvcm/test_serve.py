@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import signal
@@ -13,12 +14,15 @@ from typing import Any
 
 import pytest
 import requests
+import yaml
 
+from hisparse.cli import kvcm
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.kvcm.startup import default_startup, load_startup
 from hisparse.kvcm.store import open_store
 from tests.command import Command
-from tests.kvcm.manager import Manager
+from tests.kvcm.manager import ROOT, Manager
 
 #: As the file that upstream ships, with other numbers.
 _STARTUP: dict[str, Any] = {
@@ -130,3 +134,29 @@ def test_a_file_that_is_no_store(tmp_path: Path) -> None:
     path.write_bytes(b"no database" * 1000)
     with pytest.raises(ConfigError, match="expected a file of managers"):
         open_store(str(path)).acquire("me")
+
+
+def test_the_compose_file_starts_what_there_is() -> None:
+    """Its commands parse, its names are its own, and what the image copies is there."""
+    found = yaml.safe_load((ROOT / "examples/kvcm/compose.yml").read_text())
+    services = found["services"]
+    parser = argparse.ArgumentParser()
+    kvcm.add_parser(parser.add_subparsers())
+    program, *words = services["manager"]["command"]
+    arguments = parser.parse_args(words)
+    assert (program, arguments.root, arguments.host) == ("hisparse", "/data/nfs", "0.0.0.0")
+    assert open_store(arguments.store)._key == "hisparse:kvcm:pages"
+    assert f"redis://{services['manager']['depends_on'][0]}:6379" in arguments.store
+    for name in ("first", "second"):
+        flags = dict(x.removeprefix("--").split("=", 1) for x in services[name]["command"][3:]
+                     if "=" in x)  # fmt: skip
+        config = HiSparseConfig.from_dict(json.loads(flags["hisparse-config"]))
+        assert config.storage is not None
+        assert config.storage.manager == f"{services[name]['depends_on'][0]}:{arguments.rpc_port}"
+    for service in services.values():
+        for volume in service["volumes"]:
+            assert volume.partition(":")[0] in found["volumes"]
+        if "build" in service:
+            assert f"{arguments.root}" in service["volumes"][0]
+            lines = re.findall("^COPY (.*) ", service["build"]["dockerfile_inline"], re.MULTILINE)
+            assert all((ROOT / x).exists() for line in lines for x in line.split())

@@ -245,7 +245,7 @@ def open_storage(
     row_bytes = record_bytes + (0 if is_file else CHECKSUM_BYTES)
     buffer = RecordBuffer(blocks, max(1, _BLOCK_BYTES // row_bytes), row_bytes)
     if options.manager is not None:
-        return ManagedPages(_managed_store(options, options.manager), buffer)
+        return ManagedPages(_managed_store(options, options.manager, num_ranks), buffer)
     if is_file:
         assert options.path is not None, "StorageOptions checks it"
         store = FileStore(options.path, options.size, ttl_s=options.ttl_s)
@@ -253,14 +253,15 @@ def open_storage(
     return BackendPages(_make_backend(options, buffer, rank, num_ranks), buffer)
 
 
-def _managed_store(options: StorageOptions, manager: str) -> ManagedStore:
+def _managed_store(options: StorageOptions, manager: str, num_ranks: int) -> ManagedStore:
     try:
         from hisparse.storage.managed import ManagedStore
     except ImportError as error:
         raise ConfigError(
             f"storage: manager: got {one_line(error)}, expected pip install 'hisparse[kvcm]'"
         ) from None
-    return ManagedStore(manager, options.manager_group, options.timeout_s)
+    lent = options.lent_bytes // num_ranks
+    return ManagedStore(manager, options.manager_group, options.timeout_s, lent)
 
 
 def _make_backend(options: StorageOptions, buffer: RecordBuffer, rank: int, num_ranks: int) -> Any:
