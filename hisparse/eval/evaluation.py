@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
@@ -82,28 +82,25 @@ def make_folder(model: Any, folder: Path) -> Path:
 
 @torch.no_grad()
 def prefill(
-    model: Any, config: HiSparseConfig, folder: Path, prompts: Sequence[Tensor], **sizes: Any
-) -> list[tuple[Any, Tensor]]:
+    model: Any, config: HiSparseConfig, folder: Path, prompts: Iterable[Tensor], **sizes: Any
+) -> Iterator[tuple[Any, Tensor]]:
     """Read prompts. The store in ``folder`` provides the prefixes it has, and gets the others.
 
     Args:
         model: a transformers model with hisparse enabled.
         config: the settings.
         folder: of the store.
-        prompts: ``[n] int64`` each.
+        prompts: ``[n] int64`` each; one is read when the caller asks for it.
         sizes: of :class:`~hisparse.transformers.HiSparseCache`.
 
-    Returns:
+    Yields:
         A cache of one row for each prompt, all in one host pool, and the logits ``[V]`` after it.
     """
     from hisparse.transformers import DB, HiSparseCache
 
-    found: list[tuple[Any, Tensor]] = []
-
-    def read(cache: Any, ids: Tensor) -> None:
+    def read(cache: Any, ids: Tensor) -> tuple[Any, Tensor]:
         ids = ids[None].to(model.device)
-        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-        found.append((cache, logits[0, -1]))
+        return cache, model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
 
     try:
         db = DB(folder, model, config, **sizes)
@@ -111,14 +108,14 @@ def prefill(
         # No store may have the pages of this model or algorithm. Wrong sizes fail again here.
         empty = HiSparseCache(model, config, **sizes)
         for ids in prompts:
-            read(empty.fork(), ids)
-        return found
+            yield read(empty.fork(), ids)
+        return
     with db:
         for ids in prompts:
             session, rest = db.create_session(ids)
-            read(session.cache, rest)
+            found = read(session.cache, rest)
             session.store(ids)
-    return found
+            yield found
 
 
 def decode(model: Any, rows: Any, tokens: Sequence[int]) -> Tensor:

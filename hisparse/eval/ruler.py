@@ -16,21 +16,26 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
 import torch
+from torch import Tensor
 
+from hisparse.algorithms import DecodeStep
+from hisparse.engine.decode import SelectionObserver
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.eval.evaluation import Progress, decode, make_folder, prefill, with_smallest_buffer
 from hisparse.eval.method import DENSE, Method
 from hisparse.eval.results import RecordKey, Records, RulerLine
-from hisparse.eval.selection_stats import SelectionStats
+from hisparse.eval.selection_stats import kept_tokens
 from hisparse.options import check_fields, parse_object, read_text
+from hisparse.types import Selection
 
 _NEEDLES = (
     *("niah_single_1", "niah_single_2", "niah_single_3"),
@@ -51,8 +56,9 @@ _REQUIREMENTS: Final = (
 _SECONDS = 40
 #: Seed of the documents: RULER's.
 _SEED = 42
-#: Tokens of the prompts that are answered side by side.
-_BATCH_TOKENS = 65536
+#: Tokens of the prompts that are answered side by side, and of those whose K and V stay on the disk
+#: until all methods have answered them.
+_BATCH_TOKENS, _GROUP_TOKENS = 3 * 2**15, 2**18
 
 
 class DocumentLine(TypedDict):
@@ -228,7 +234,7 @@ class RulerEvaluation:
         model: a transformers model, hisparse not enabled yet.
         tokenizer: the model's tokenizer.
         methods: methods to compare, without dense attention, which always runs.
-        prompts: prompts of a task and length follow each other.
+        prompts: of any tasks and lengths; the first of each task are answered first.
         folder: as of :class:`~hisparse.eval.Evaluation`.
         progress: called before each method of some prompts, with the answers to come.
     """
@@ -245,83 +251,94 @@ class RulerEvaluation:
         from hisparse.transformers import disable, enable
 
         folder = make_folder(self.model, self.folder)
+        contexts = folder / "contexts"
         records = Records(folder, "ruler.jsonl", RulerLine)
         found = records.read()
         wanted = [Method.dense(), *self.methods]
-        keys = [RecordKey.of(p.name, method) for p in self.prompts for method in wanted]
-        done, total = 0, sum(key not in found for key in keys)
+        pairs = [(p, number) for p in self.prompts for number in range(len(wanted))]
+        keys = {(p.name, number): RecordKey.of(p.name, wanted[number]) for p, number in pairs}
+        missing = {pair for pair, key in keys.items() if key not in found}
+        done, total = 0, len(missing)
         enable(self.model, Method.dense().config, max_length=1024)
         try:
-            for batch in self._batches():
-                # A run that was stopped leaves them to the next one.
-                contexts = folder / f"contexts-{batch[0].name}"
-                for method in wanted:
-                    named = [(RecordKey.of(p.name, method), p) for p in batch]
-                    missing = [(key, p) for key, p in named if key not in found]
-                    if not missing:
+            for group in self._groups({name for name, _ in missing}):
+                for number, method in enumerate(wanted):
+                    if not (prompts := [p for p in group if (p.name, number) in missing]):
                         continue
-                    what = f"{batch[0].task} of {batch[0].context}: {method.name}"
+                    what = f"{len(prompts)} prompts of {group[0].context}: {method.name}"
                     budget = "" if method.name == DENSE else f", {method.config.budget}"
                     self.progress(what + budget, done, total)
-                    answers = self._answer([p for _, p in missing], method, contexts)
-                    for (key, _), answer in zip(missing, answers, strict=True):
+                    for name, answer in self._answer(prompts, method, contexts):
+                        key = keys[name, number]
                         found[key] = key._asdict() | answer
                         records.append(found[key])
-                    done += len(missing)
+                    done += len(prompts)
+                # A run that was stopped leaves them to the next one.
                 shutil.rmtree(contexts, ignore_errors=True)
         finally:
             disable(self.model)
         self.progress("done", done, total)
-        return [found[key] for key in keys]
+        return [found[key] for key in keys.values()]
 
-    def _batches(self) -> Iterator[list[Prompt]]:
-        for (_, context), group in groupby(self.prompts, key=lambda p: (p.task, p.context)):
-            prompts = list(group)
-            size = max(1, _BATCH_TOKENS // context)
-            yield from (prompts[at : at + size] for at in range(0, len(prompts), size))
+    def _groups(self, names: Collection[str]) -> Iterator[list[Prompt]]:
+        """The prompts of these names, the first of each task before the second of any."""
+        of_tasks: dict[int, dict[str, list[Prompt]]] = {}
+        for p in self.prompts:
+            of_tasks.setdefault(p.context, {}).setdefault(p.task, []).append(p)
+        for context, tasks in of_tasks.items():
+            mixed = [p for some in zip_longest(*tasks.values()) for p in some if p]
+            left = [p for p in mixed if p.name in names]
+            size = max(1, _GROUP_TOKENS // context)
+            yield from (left[at : at + size] for at in range(0, len(left), size))
 
     def _answer(
         self, prompts: Sequence[Prompt], method: Method, contexts: Path
-    ) -> list[dict[str, Any]]:
-        """Records of prompts of one task, without their keys."""
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Names and records of prompts of one context, without their keys, as they end."""
         config = with_smallest_buffer(self.model, method.config)
-        task, stats = prompts[0].task, SelectionStats(exact=False)
-        lengths, most = [len(p.ids) for p in prompts], TASKS[prompts[0].task]
+        most = [TASKS[p.task] for p in prompts]
+        rows = min(len(prompts), max(1, _BATCH_TOKENS // prompts[0].context))
+        longest = max(len(p.ids) for p in prompts)
         read = prefill(
             self.model,
             config,
             contexts,
-            [torch.tensor(p.ids) for p in prompts],
-            max_batch_size=len(prompts) + 1,
-            max_length=max(lengths) + most,
-            max_tokens=sum(lengths) + (len(prompts) + 1) * (most + 2 * config.page_size),
+            (torch.tensor(p.ids) for p in prompts),
+            max_batch_size=rows + 1,
+            # A column for each step: all rows are in use until the last prompt begins.
+            max_length=longest + sum(most) // rows + max(most) + 1,
+            max_tokens=(rows + 1) * (longest + max(most) + 2 * config.page_size),
         )
-        read[0][0].coordinator.observe(stats)
-        ends = self._end_tokens()
+        kept = defaultdict[int, list[float]](list)
+
+        def observe(_layer_id: int, _queries: Tensor, step: DecodeStep, chosen: Selection) -> None:
+            for slot, tokens in zip(step.slots.tolist(), kept_tokens(step, chosen), strict=True):
+                kept[slot].append(float(tokens.mean()))
 
         def text(tokens: Sequence[int]) -> str:
             return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-        def ended(row: int, tokens: Sequence[int]) -> bool:
+        def ended(number: int, tokens: Sequence[int]) -> bool:
             # What a text contains, a longer one contains too: the score stays 1.
-            whole = score(task, text(tokens), prompts[row].answers) == 1
-            return whole or tokens[-1] in ends or len(tokens) == most
+            prompt = prompts[number]
+            whole = score(prompt.task, text(tokens), prompt.answers) == 1
+            return whole or tokens[-1] in ends or len(tokens) == most[number]
 
-        with type(read[0][0]).join([cache for cache, _ in read]) as rows:
-            first = torch.stack([logits for _, logits in read]).argmax(-1).tolist()
-            answers = [text(tokens) for tokens in generate(self.model, rows, first, ended)]
-        return [
-            {
-                "context": prompt.context,
-                "task": task,
-                "tokens": len(prompt.ids),
-                "algorithm": method.config.algorithm,
-                "score": score(task, answer, prompt.answers),
-                "answer": answer,
-                **stats.summary(),
-            }
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+        ends = self._end_tokens()
+        for number, slot, tokens in generate(self.model, read, rows, ended, observe):
+            prompt, answer, means = prompts[number], text(tokens), kept.pop(slot, [])
+            yield (
+                prompt.name,
+                {
+                    "context": prompt.context,
+                    "task": prompt.task,
+                    "tokens": len(prompt.ids),
+                    "algorithm": method.config.algorithm,
+                    "score": score(prompt.task, answer, prompt.answers),
+                    "answer": answer,
+                    **({"kept_mean": sum(means) / len(means)} if means else {}),
+                },
+            )
 
     def _end_tokens(self) -> set[int]:
         """Tokens that end an answer."""
@@ -331,23 +348,53 @@ class RulerEvaluation:
 
 @torch.no_grad()
 def generate(
-    model: Any, rows: Any, first: Sequence[int], ended: Callable[[int, Sequence[int]], bool]
-) -> list[list[int]]:
-    """Greedy tokens after each row of a cache; ``transformers`` would pad rows of other lengths.
+    model: Any,
+    read: Iterator[tuple[Any, Tensor]],
+    count: int,
+    ended: Callable[[int, Sequence[int]], bool],
+    observer: SelectionObserver,
+) -> Iterator[tuple[int, int, list[int]]]:
+    """Greedy tokens after prompts, of which some are answered side by side.
+
+    A row that has ended gives its place to the next prompt: a step of few rows takes as long as one
+    of many.
 
     Args:
         model: a transformers model with hisparse enabled.
-        rows: ``HiSparseCache`` that holds the prompts; it loses the rows that have ended.
-        first: the first token of each answer.
-        ended: whether the tokens of a row, so far, are its whole answer.
+        read: prompts in one host pool, as of :func:`prefill`.
+        count: prompts side by side.
+        ended: whether the tokens after a prompt, so far, are its whole answer; prompts by number.
+        observer: of selections.
+
+    Yields:
+        As each ends: the prompt's number, its request slot, and the tokens.
     """
-    said = [[token] for token in first]
-    live = list(range(len(said)))
-    while left := [at for at, row in enumerate(live) if not ended(row, said[row])]:
-        if len(left) < len(live):
+    waiting = enumerate(read)
+    rows: Any = None
+    #: Tokens by prompt, in the order of the rows.
+    said: dict[int, list[int]] = {}
+    while True:
+        new = list(islice(waiting, count - len(said)))
+        said |= {number: [int(logits.argmax())] for number, (_, logits) in new}
+        if not said:
+            return
+        caches = [cache for _, (cache, _) in new]
+        if rows is None:
+            caches[0].coordinator.observe(observer)
+            rows = type(caches[0]).join(caches)
+        elif caches:
+            rows = rows.join([rows, *caches])
+        left = []
+        for row, (number, slot) in enumerate(zip(list(said), rows.slots.tolist(), strict=True)):
+            if ended(number, said[number]):
+                yield number, slot, said.pop(number)
+            else:
+                left.append(row)
+        if not left:
+            rows.reset()
+        elif len(left) < rows.slots.size:
             rows.batch_select_indices(torch.tensor(left))
-            live = [live[at] for at in left]
-        logits = decode(model, rows, [said[row][-1] for row in live])
-        for row, token in zip(live, logits.argmax(-1).tolist(), strict=True):
-            said[row].append(token)
-    return said
+        else:
+            logits = decode(model, rows, [tokens[-1] for tokens in said.values()])
+            for tokens, token in zip(said.values(), logits.argmax(-1).tolist(), strict=True):
+                tokens.append(token)

@@ -16,15 +16,16 @@ from hisparse.types import Selection
 _EXACT_STRIDE = 8
 
 
+def kept_tokens(step: DecodeStep, chosen: Selection) -> Tensor:
+    """``[B, heads] float32`` on the host: tokens that each selection of a step attends."""
+    tokens = chosen.lengths * step.policy.kv.page_size + step.tail_lens[:, None]
+    return tokens.float().cpu()
+
+
 class SelectionStats:
-    """A callback of selections that accumulates statistics, for ``SparseCoordinator.observe``.
+    """A callback of selections that accumulates statistics, for ``SparseCoordinator.observe``."""
 
-    Args:
-        exact: whether to compare selections with exact attention, which is slow.
-    """
-
-    def __init__(self, *, exact: bool = True) -> None:
-        self._exact = exact
+    def __init__(self) -> None:
         self._mass: list[Tensor] = []
         self._recall: list[Tensor] = []
         self._tokens: list[Tensor] = []
@@ -37,11 +38,10 @@ class SelectionStats:
 
     def __call__(self, layer_id: int, queries: Tensor, step: DecodeStep, chosen: Selection) -> None:
         """Record one selection of a layer."""
-        chosen = Selection(*(x.cpu() for x in chosen))
-        tokens = chosen.lengths * step.policy.kv.page_size + step.tail_lens[:, None].cpu()
-        self._tokens.append(tokens.flatten().float())
+        self._tokens.append(kept_tokens(step, chosen).flatten())
         self._scope = step.policy.scope
-        if self._exact and self._calls[layer_id] % _EXACT_STRIDE == 0:
+        if self._calls[layer_id] % _EXACT_STRIDE == 0:
+            chosen = Selection(*(x.cpu() for x in chosen))
             self._compare_with_exact(layer_id, queries, step, chosen)
         self._calls[layer_id] += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,23 @@ def test_dense_says_what_the_model_says_by_itself(
     assert sorted(x.name for x in next(tmp_path.iterdir()).iterdir()) == ["ruler.jsonl"]
 
 
+def test_how_many_are_answered_side_by_side_does_not_matter(
+    tmp_path: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts[1] = replace(prompts[1], task="qa_1")
+    found = []
+    for rows in (1, 2, 3):
+        monkeypatch.setattr(ruler, "_BATCH_TOKENS", 1024 * rows)
+        found.append(evaluation(tmp_path / str(rows), prompts).run())
+    assert found[0] == found[1] == found[2]
+    assert len({r["kept_mean"] for r in found[0] if r["method"] == "streaming"}) == 3
+
+
 def test_a_run_that_was_interrupted_goes_on(
     tmp_path: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ruler, "_BATCH_TOKENS", 2048)
+    monkeypatch.setattr(ruler, "_GROUP_TOKENS", 2048)
     whole = evaluation(tmp_path / "whole", prompts).run()
     seen: list[tuple[str, int, int]] = []
 
@@ -147,17 +161,21 @@ def test_a_run_that_was_interrupted_goes_on(
 
     with pytest.raises(KeyboardInterrupt):
         evaluation(tmp_path / "parts", prompts, progress=stop).run()
-    assert seen[-1] == ("vt of 1024: snapkv, 96", 4, 9)
-    assert [x.name for x in tmp_path.glob("parts/*/contexts-*")] == ["contexts-p0"]
+    assert seen[-1] == ("2 prompts of 1024: snapkv, 96", 4, 9)
+    assert list(tmp_path.glob("parts/*/contexts"))
     seen.clear()
     rest = evaluation(tmp_path / "parts", prompts, progress=lambda *x: seen.append(x)).run()
     assert rest == whole
-    assert seen[0] == ("vt of 1024: snapkv, 96", 0, 5)
-    assert not list(tmp_path.glob("*/*/contexts-*"))
+    assert seen[0] == ("2 prompts of 1024: snapkv, 96", 0, 5)
+    assert not list(tmp_path.glob("*/*/contexts"))
     more = parse_methods(["streaming", "oracle"], [96], [])
     seen.clear()
     evaluation(tmp_path / "parts", prompts, methods=more, progress=lambda *x: seen.append(x)).run()
-    assert {what for what, _, _ in seen} == {"vt of 1024: oracle, 96", "done"}
+    assert [what for what, _, _ in seen] == [
+        "2 prompts of 1024: oracle, 96",
+        "1 prompts of 1024: oracle, 96",
+        "done",
+    ]
 
 
 def made(
