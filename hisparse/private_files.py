@@ -16,8 +16,6 @@ from typing import Final
 
 # Without waiting: a pipe of this name would have no end.
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-#: What SQLite appends to the name of a database for the other files that it opens.
-_DATABASE_FILES: Final = ("", "-wal", "-shm", "-journal")
 
 
 class NotPrivateError(PermissionError):
@@ -131,26 +129,6 @@ class PrivateFolder:
             os.close(fd)
             raise
         return fd
-
-    def check_database(self, name: str, *, create: bool = False) -> None:
-        """Check the files of an SQLite database, which SQLite opens by path and follows links to.
-
-        Args:
-            name: of the database.
-            create: make it if it is absent, as an empty file with mode 600. SQLite gives its other
-                files the same mode.
-
-        Raises:
-            NotPrivateError: another user owns one or can write to it, or it is a link.
-            OSError: the system refuses.
-        """
-        for each in (name + suffix for suffix in _DATABASE_FILES):
-            try:
-                self._check(os.lstat(each, dir_fd=self.fd), self.path / each)
-            except FileNotFoundError:
-                if create and each == name:
-                    with contextlib.suppress(FileExistsError):
-                        os.close(self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
     def entries(self) -> Iterator[os.DirEntry[str]]:
         """What is in the folder; ``path`` of an entry is its name."""

@@ -137,5 +137,4 @@ def _remove(arguments: argparse.Namespace) -> int:
             namespace = known[matches[0]]
         unused_s = None if arguments.unused_days is None else arguments.unused_days * _DAY_S
         removed = store.remove(namespace, None, unused_s)
-        store.collect()  # Contexts leave with their last page.
         return _report_removal(arguments, store, "removed", removed)

@@ -14,16 +14,12 @@ share them. docs/storage.md has how to operate a store.
         store.get(namespace, keys[:found], buffers)   # buffers: one of 196,608 bytes a key
 """
 
-from hisparse.storage.contexts import Context, Contexts, Filter
 from hisparse.storage.namespace import Namespace, page_keys
 from hisparse.storage.report import StoreReport
 from hisparse.storage.store import FileStore
 
 __all__ = [
-    "Context",
-    "Contexts",
     "FileStore",
-    "Filter",
     "Namespace",
     "StoreReport",
     "page_keys",

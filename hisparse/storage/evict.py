@@ -1,17 +1,14 @@
 """Which pages of a store leave, and when."""
 
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Sequence
 from itertools import takewhile
 from typing import Final
 
 import numpy as np
 
-from hisparse.errors import HiSparseError, one_line
-from hisparse.storage.contexts import Contexts, contexts_path
+from hisparse.errors import one_line
 from hisparse.storage.folder import StoreFolder
 from hisparse.storage.pages import PageFile, disk_bytes
 from hisparse.storage.report import StoreCounters
@@ -128,7 +125,7 @@ class Evictor:
             self._due = math.inf if self._ttl_s is None else now + max(_EACH_S, 100 * (now - start))
 
     def run(self, wanted_bytes: int = 0, size_bytes: int | None = None) -> int:
-        """Evict, as :meth:`FileStore.collect` says; contexts whose pages have all left go too.
+        """Evict, as :meth:`FileStore.collect` says.
 
         Args:
             wanted_bytes: to free beyond what is free.
@@ -152,7 +149,7 @@ class Evictor:
             removed = int(self._folder.count(0)[1])
             num_bytes = int(found["num_bytes"].sum())
             self._folder.correct(num_bytes - added + removed)
-            taken = num_bytes + self._folder.context_bytes + wanted_bytes
+            taken = num_bytes + wanted_bytes
             excess = taken - low if high is not None and low is not None and taken > high else 0
             evicted, given, error = 0, 0, None
             if excess or self._ttl_s is not None:
@@ -163,8 +160,6 @@ class Evictor:
                     "evict", f"pages stay that cannot be removed: {one_line(error)}"
                 )
             self._counters.add(evicted=evicted, collected_bytes=given)
-            if not self._stopped:
-                self._forget_contexts()
             return given
 
     def _measure(self) -> np.ndarray:
@@ -177,17 +172,3 @@ class Evictor:
         )
         return np.fromiter(pages, dtype=[("place", "i8"), ("num_bytes", "i8")])
 
-    def _forget_contexts(self) -> None:
-        """Remove contexts whose pages have all left."""
-        if not contexts_path(self._folder.path).exists():
-            return
-
-        def stored(namespace: str, keys: Sequence[bytes]) -> list[bool]:
-            folder = self._folder.folder(namespace)
-            return [folder is not None and folder.used_ns(x.hex(), None) >= 0 for x in keys]
-
-        try:
-            with contextlib.closing(Contexts(self._folder.path, None)) as contexts:
-                contexts.forget_absent(stored)
-        except HiSparseError as error:
-            self._counters.warn("contexts", str(error))

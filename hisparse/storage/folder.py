@@ -5,7 +5,6 @@
     pages/NAMESPACE/PAGE              the bytes of a page, then their checksum; see pages.py
     pages/NAMESPACE/namespace.json    the text of the namespace
     pages/NAMESPACE/*.new             a file that is being written
-    contexts.sqlite                   see contexts.py
     hisparse.size                     bytes of all pages, as a sum
 
 NAMESPACE and PAGE are keys, in hexadecimal.
@@ -31,7 +30,6 @@ import numpy as np
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.private_files import NotPrivateError, PrivateFolder
-from hisparse.storage.contexts import contexts_path
 from hisparse.storage.namespace import Namespace
 from hisparse.storage.pages import PageFile, PageFolder
 
@@ -250,14 +248,6 @@ class StoreFolder:
         fd, self._size_fd = self._size_fd, -1
         if fd >= 0:
             os.close(fd)
-
-    @property
-    def context_bytes(self) -> int:
-        """Bytes of the contexts, which the size of a store limits as well."""
-        try:
-            return os.stat(contexts_path(self.path)).st_size
-        except FileNotFoundError:
-            return 0
 
     @contextlib.contextmanager
     def evicting(self) -> Iterator[bool]:

@@ -52,8 +52,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     Args:
         path: the folder, on a local disk because of its file locks; it is made if absent. Only
             this user may own it and write to it, and links in it are refused.
-        size: limit of the bytes of pages and contexts, such as "500GiB"; a fraction is of the file
-            system's size. None: no limit.
+        size: limit of the bytes of pages, such as "500GiB"; a fraction is of the file system's
+            size. None: no limit.
         ttl_s: seconds after which an unused page is absent; it is deleted within a minute or two of
             use of the store. None: until its space is needed.
         create: make the folder if it is absent; False: a folder that is no store is an error.
@@ -200,7 +200,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         if used_ns > expired_ns(self._ttl_s):
             return "duplicates"
         size, most = disk_bytes(len(page) + DIGEST_BYTES), self._size_bytes or math.inf
-        used, written = self._folder.context_bytes + self._folder.add_bytes(size), False
+        used, written = self._folder.add_bytes(size), False
         try:
             if used <= most:
                 written = folder.write(key, page, replace=used_ns != ABSENT)

@@ -8,7 +8,7 @@
     with DB("contexts", model, {"budget": 256}, max_length=8192) as db:
         session, rest = db.create_session(inputs.input_ids[0])
         out = model.generate(**inputs, past_key_values=session.cache)
-        session.store(out[0], {"title": "..."})
+        session.store(out[0])
 """
 
 from hisparse.transformers.attention import disable, enable

@@ -11,7 +11,7 @@ from torch import Tensor
 from hisparse.config import HiSparseConfig
 from hisparse.errors import CapacityError, ConfigError, shorten
 from hisparse.model_config import text_config
-from hisparse.storage import Context, Contexts, FileStore, Filter
+from hisparse.storage import FileStore
 from hisparse.storage.fingerprint import rope_types
 from hisparse.transformers.attention import enable
 from hisparse.transformers.build import read_config
@@ -73,8 +73,7 @@ class DB:
         fingerprint = _fingerprint(model)
         _check_positions(model)
         unchanged = UnchangedModel(model)
-        folder = Path(path).expanduser()
-        self._store = FileStore(folder, size, ttl_s=ttl_s)
+        self._store = FileStore(path, size, ttl_s=ttl_s)
         try:
             self._cache = enable(model, settings, **sizes)
             rows = self._cache.row_store
@@ -82,20 +81,15 @@ class DB:
             self._pages = StoredPages(
                 rows, self._store, settings, fingerprint, unchanged, page_tokens
             )
-            self._contexts = Contexts(folder, self._pages.namespace)
         except BaseException:
             self._store.close()
             raise
 
-    def create_session(
-        self, token_ids: Tensor | Sequence[int], filter: Filter | None = None
-    ) -> tuple[Session, Tensor]:
+    def create_session(self, token_ids: Tensor | Sequence[int]) -> tuple[Session, Tensor]:
         """Begin a session with the longest stored prefix of a prompt.
 
         Args:
             token_ids: ``[n]``, any integer dtype, the prompt.
-            filter: of the attributes of a context; the prefix is then one of a context that it
-                accepts. None: any page counts, also those that servers have stored.
 
         Returns:
             The session, and the tokens that its cache lacks, ``[m]`` in the dtype of ``token_ids``,
@@ -110,8 +104,6 @@ class DB:
         self._check_length(len(ids))
         rest = max(2, self._cache.coordinator.algorithm.query_window)
         keys = self._pages.keys(ids[: max(0, len(ids) - rest)])
-        if filter is not None:
-            keys = keys[: self._contexts.longest(keys, filter)]
         slots = np.zeros(0, dtype=np.int64)
         if found := self._pages.find(keys):
             slots = self._pages.load(keys[:found])
@@ -119,15 +111,13 @@ class DB:
         is_token = np.ones((slots.size, length), dtype=np.bool_)
         loaded = torch.from_numpy(ids[None, :length]) if length else None
         cache = self._cache.with_rows(slots, is_token, loaded)
-        session = Session(cache, self._pages, self._contexts)
-        return session, torch.as_tensor(token_ids)[length:]
+        return Session(cache, self._pages), torch.as_tensor(token_ids)[length:]
 
     def import_(
         self,
         token_ids: Tensor | Sequence[int],
         kv: Iterable[Sequence[Tensor | None]],
-        attributes: Mapping[str, Any] | None = None,
-    ) -> Context | None:
+    ) -> int:
         """Store a context that was computed elsewhere, by dense attention of this model.
 
         Args:
@@ -135,10 +125,9 @@ class DB:
             kv: K and V of each layer in order, ``[Hkv, n, D]`` or ``[1, Hkv, n, D]`` each, in the
                 model's dtype, K after the rotary embedding: a ``DynamicCache`` of transformers, or
                 a list of pairs.
-            attributes: a JSON object, for filters.
 
         Returns:
-            The context, or None if the store has not even its first page.
+            Tokens from the first on that the store has now, in whole pages.
 
         Raises:
             ConfigError: an argument is not as described, or the model has changed.
@@ -149,19 +138,7 @@ class DB:
         rows = self._cache.row_store
         spec = rows.coordinator.policy.kv
         layers = _read_layers(kv, spec, len(ids), rows.device)
-        keys = self._pages.keys(ids)
-        stored = self._pages.save_layers(layers, len(ids), keys)
-        num_tokens = stored * self._pages.page_tokens
-        return self._contexts.add(keys[:stored], num_tokens, attributes or {})
-
-    def contexts(self, filter: Filter | None = None) -> list[Context]:
-        """The contexts of this model whose attributes ``filter`` accepts, the oldest first."""
-        found = self._contexts.all()
-        return found if filter is None else [x for x in found if filter(x.attributes)]
-
-    def remove(self, context: Context) -> bool:
-        """Forget a context. Its pages stay until they are evicted. Returns whether it was there."""
-        return self._contexts.remove(context.id)
+        return self._pages.save_layers(layers, len(ids), self._pages.keys(ids))
 
     @property
     def counters(self) -> dict[str, int]:
@@ -174,7 +151,6 @@ class DB:
 
     def close(self) -> None:
         """Flush and close the store. Open sessions go on without it."""
-        self._contexts.close()
         self._store.close()
 
     def __enter__(self) -> Self:

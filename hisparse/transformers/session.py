@@ -1,6 +1,6 @@
 """A session: the cache of one context, which begins with what a store has of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -11,7 +11,7 @@ from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.storage import Context, Contexts, FileStore, page_keys
+from hisparse.storage import FileStore, page_keys
 from hisparse.storage.fingerprint import page_namespace
 from hisparse.transformers.cache import HiSparseCache
 from hisparse.transformers.fingerprint import UnchangedModel
@@ -90,7 +90,7 @@ class StoredPages:
         """Store the first pages of a row, ``slots [1]``, up to the first that is not exact.
 
         Returns:
-            Pages of ``keys`` from the first on that the store has now.
+            Tokens from the first on that the store has now, in whole pages.
 
         Raises:
             ConfigError: the model has changed.
@@ -110,7 +110,7 @@ class StoredPages:
             self._serializer.read(pages[first * per_record :][: len(part) * per_record], data)
             for key, record in zip(part, data, strict=True):
                 self._store.put(self.namespace, key, record.numpy().data)
-        return self._store.find(self.namespace, keys)
+        return self._store.find(self.namespace, keys) * self.page_tokens
 
     def save_layers(
         self, layers: Sequence[tuple[Tensor, Tensor]], length: int, keys: Sequence[str]
@@ -123,7 +123,7 @@ class StoredPages:
             keys: of the whole pages.
 
         Returns:
-            Pages from the first on that the store has now.
+            Tokens from the first on that the store has now, in whole pages.
 
         Raises:
             CapacityError: the row does not fit.
@@ -185,17 +185,15 @@ class Session:
     Args:
         cache: holds the first tokens of the context; the session owns its rows.
         pages: the pages of the store.
-        contexts: the contexts of the store.
 
     Attributes:
         cache: to pass as ``past_key_values``. It has one row at most: :meth:`HiSparseCache.fork`
             makes more.
     """
 
-    def __init__(self, cache: HiSparseCache, pages: StoredPages, contexts: Contexts) -> None:
+    def __init__(self, cache: HiSparseCache, pages: StoredPages) -> None:
         self.cache = cache
         self._pages = pages
-        self._contexts = contexts
         self._updated: tuple[int, Tensor, Tensor, Tensor] | None = None
 
     def update(self, q: Tensor, k: Tensor, v: Tensor, layer_id: int) -> None:
@@ -245,9 +243,7 @@ class Session:
         rule = policy.layer_rules[min(layer_id, policy.kv.num_layers - 1)]
         return self.cache.attend(layer_id, q, k, v, None, rule, sinks)
 
-    def store(
-        self, token_ids: Tensor | Sequence[int], attributes: Mapping[str, Any] | None = None
-    ) -> Context | None:
+    def store(self, token_ids: Tensor | Sequence[int]) -> int:
         """Store the cache as a context that later sessions find.
 
         The store gets whole pages, up to the first token that a sparse decode step has computed.
@@ -257,25 +253,21 @@ class Session:
                 left out. Tokens beyond those of the cache are ignored, such as the last one of
                 ``generate``. Only the caller knows that these are the tokens: others would store
                 wrong pages.
-            attributes: a JSON object, for filters.
 
         Returns:
-            The context, or None if the store has not even its first page.
+            Tokens from the first on that the store has now, in whole pages.
 
         Raises:
             ConfigError: the ids are no vector of tokens, or differ from those that the session
-                was created for; ``attributes`` is no JSON object; the model has changed.
-            HiSparseError: the cache has several rows, or the contexts cannot be written.
+                was created for; the model has changed.
+            HiSparseError: the cache has several rows.
         """
         ids, slots, loaded = read_token_ids(token_ids), self.cache.slots, self.cache.token_ids
         if slots.size > 1:
             raise HiSparseError(f"store: got {slots.size} rows, expected the one of a session")
         if loaded is not None:
             _check_beginning(ids, loaded[0].numpy())
-        keys = self._pages.keys(ids[: sum(self.cache.row_lengths)])
-        stored = self._pages.save(slots, keys)
-        num_tokens = stored * self._pages.page_tokens
-        return self._contexts.add(keys[:stored], num_tokens, attributes or {})
+        return self._pages.save(slots, self._pages.keys(ids[: sum(self.cache.row_lengths)]))
 
     def close(self) -> None:
         """Free the row of the cache."""

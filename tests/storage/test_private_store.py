@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.storage import Contexts, FileStore
+from hisparse.storage import FileStore
 from tests.processes import NOBODY, as_nobody, folder_for_all, needs_root
 from tests.storage.pages import NAMESPACE, contents, fill, key_of, page_file, page_files, read
 
@@ -46,11 +46,7 @@ def test_a_new_store_is_of_its_user_alone(path: Path) -> None:
         with FileStore(path / "new", 0.5) as store:
             fill(store, range(3))
             store.collect()
-            contexts = Contexts(path / "new", NAMESPACE)
-            contexts.add([key_of(0)], 16, {})
-            assert len(list((path / "new").iterdir())) == 5, "-wal and -shm are there"
             assert _modes(path / "new") == {"folder 700", "file 600"}
-            contexts.close()
     finally:
         os.umask(umask)
     assert path.stat().st_mode & 0o777 == 0o755, "the folder above it"
@@ -162,14 +158,6 @@ def test_a_file_that_is_a_link(path: Path, name: str, tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_bytes() == mine
 
 
-def test_contexts_that_are_a_link(path: Path, tmp_path: Path) -> None:
-    path.mkdir(mode=0o700)
-    (path / "contexts.sqlite").symlink_to(tmp_path / "mine")
-    with pytest.raises(HiSparseError, match="contexts.sqlite is a link; expected a file"):
-        Contexts(path, NAMESPACE)
-    assert not (tmp_path / "mine").exists()
-
-
 def test_the_folder_may_be_a_link_to_another_disk(path: Path, tmp_path: Path) -> None:
     path.symlink_to(tmp_path)
     with _open(path) as store:
@@ -215,9 +203,6 @@ def test_a_store_of_root_that_a_user_can_only_read(path: Path) -> None:
     """As on a medium that is mounted for reading. Of a third user it would not be taken."""
     with _open(path) as store:
         keys = fill(store, range(3))
-    contexts = Contexts(path, NAMESPACE)
-    contexts.add(keys[:1], 16, {})
-    contexts.close()
     files = [path, *path.rglob("*")]
     for each in files:
         each.chmod(0o755 if each.is_dir() else 0o644)
@@ -226,9 +211,9 @@ def test_a_store_of_root_that_a_user_can_only_read(path: Path) -> None:
     def use() -> object:
         with _open(path) as store:
             put = store.put(NAMESPACE, key_of(9), contents(key_of(9)))
-            return read(store, keys), put, len(Contexts(path, NAMESPACE).all())
+            return read(store, keys), put
 
-    assert as_nobody(use) == "([True, True, True], False, 1)"
+    assert as_nobody(use) == "([True, True, True], False)"
     assert {each: each.stat().st_mtime_ns for each in [path, *path.rglob("*")]} == before
     os.chown(path, NOBODY - 1, NOBODY - 1)
     assert "belongs to another user" in as_nobody(use)

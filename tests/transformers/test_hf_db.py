@@ -46,12 +46,12 @@ def db(net: Any, tmp_path: Path) -> Iterator[DB]:
         yield made
 
 
-def compute(net: Any, db: DB, ids: Tensor, **attributes: Any) -> int:
+def compute(net: Any, db: DB, ids: Tensor) -> int:
     """Prefill what the store lacks of a context and store it. Returns what was computed."""
     session, rest = db.create_session(ids)
     with session, torch.no_grad():
         net(rest[None], past_key_values=session.cache)
-        assert session.store(ids, attributes) is not None
+        assert session.store(ids) == len(ids) // 16 * 16
     return len(rest)
 
 
@@ -59,8 +59,8 @@ def answer(net: Any, session: Session, ids: Tensor, count: int = 12) -> list[int
     return continuation(net, ids[None], count, session.cache)[0]
 
 
-def num_loaded(db: DB, ids: Tensor, *args: Any) -> int:
-    session, rest = db.create_session(ids, *args)
+def num_loaded(db: DB, ids: Tensor) -> int:
+    session, rest = db.create_session(ids)
     with session:
         assert session.cache.get_seq_length() == len(ids) - len(rest)
         assert torch.equal(rest, ids[len(ids) - len(rest) :])
@@ -142,14 +142,13 @@ def test_queries_that_the_algorithm_needs_are_left(net: Any, tmp_path: Path) -> 
 
 
 def test_another_instance_with_other_settings_reads(net: Any, db: DB, tmp_path: Path) -> None:
-    compute(net, db, DOCUMENT, title="book")
+    compute(net, db, DOCUMENT)
     other = SMALL | {"algorithm": "quest", "host_layout": "layer_first", "page_size": 8}
     with DB(tmp_path / "store", net, other, page_tokens=16, **SIZES) as reader:
-        assert [x.attributes for x in reader.contexts()] == [{"title": "book"}]
         session, rest = reader.create_session(ASKED)
         assert len(rest) == 21
         got = answer(net, session, ASKED)
-        assert session.store(ASKED).num_tokens == 176, "what was loaded is exact"
+        assert session.store(ASKED) == 176, "what was loaded is exact"
     assert got == continuation(net, ASKED[None], 12, HiSparseCache(net, other, max_length=400))[0]
     with DB(tmp_path / "store", net, other, page_tokens=8, **SIZES) as reader:
         assert num_loaded(reader, ASKED) == 0, "pages of another size are others"
@@ -159,7 +158,6 @@ def test_pages_of_other_weights_are_not_found(net: Any, db: DB, tmp_path: Path) 
     compute(net, db, DOCUMENT)
     with DB(tmp_path / "store", model("qwen2"), SMALL, **SIZES) as other:
         assert num_loaded(other, ASKED) == 0
-        assert other.contexts() == []
     disable(model("qwen2"))
 
 
@@ -241,52 +239,6 @@ def test_a_model_that_changes_leaves_the_store_alone(
         assert num_loaded(again, ASKED) == (160 if change is replace else 0)
 
 
-def test_a_filter_restricts_to_contexts(net: Any, db: DB) -> None:
-    compute(net, db, DOCUMENT, tenant="x")
-    compute(net, db, torch.cat([DOCUMENT[:64], OTHER]), tenant="y", year=2026)
-    assert num_loaded(db, ASKED) == 160
-    assert num_loaded(db, ASKED, lambda a: a["tenant"] == "x") == 160
-    assert num_loaded(db, ASKED, lambda a: a["tenant"] == "y") == 64
-    assert num_loaded(db, ASKED, lambda a: a.get("year") == 1999) == 0
-    (second,) = db.contexts(lambda a: "year" in a)
-    assert (second.num_tokens, second.attributes) == (112, {"tenant": "y", "year": 2026})
-    assert db.remove(second) and not db.remove(second)
-    assert num_loaded(db, ASKED, lambda a: a["tenant"] == "y") == 0
-    assert [x.attributes["tenant"] for x in db.contexts()] == ["x"]
-
-
-def test_a_context_that_is_stored_again_is_the_same(net: Any, db: DB) -> None:
-    compute(net, db, DOCUMENT, tenant="x")
-    compute(net, db, DOCUMENT, tenant="x")
-    compute(net, db, DOCUMENT, tenant="y")
-    assert [x.attributes["tenant"] for x in db.contexts()] == ["x", "y"]
-
-
-def test_without_the_contexts_pages_are_still_found(net: Any, db: DB, tmp_path: Path) -> None:
-    compute(net, db, DOCUMENT, tenant="x")
-    db.close()
-    file = tmp_path / "store" / "contexts.sqlite"
-    file.write_bytes(b"no database" * 100)
-    with pytest.raises(HiSparseError, match=r"contexts.sqlite': DatabaseError: .*or no such file"):
-        DB(tmp_path / "store", net, SMALL, **SIZES)
-    file.unlink()
-    with DB(tmp_path / "store", net, SMALL, **SIZES) as again:
-        assert again.contexts() == []
-        assert num_loaded(again, ASKED) == 160
-        assert num_loaded(again, ASKED, lambda a: True) == 0
-
-
-def test_contexts_outlive_their_pages(net: Any, db: DB, tmp_path: Path) -> None:
-    compute(net, db, DOCUMENT)
-    compute(net, db, OTHER)
-    first = db._pages.keys(DOCUMENT.numpy())[:1]
-    assert db._store.remove(db._pages.namespace, first) == 1
-    assert num_loaded(db, ASKED) == 0
-    with DB(tmp_path / "store", net, SMALL, **SIZES) as again:
-        assert [x.num_tokens for x in again.contexts()] == [160, 48]
-        assert again.remove(again.contexts()[0]) and len(again.contexts()) == 1
-
-
 def flip(store: Path, key: str) -> None:
     """Flip a bit of a page."""
     (file,) = store.glob(f"pages/*/{key}")
@@ -304,7 +256,7 @@ def test_the_prefix_ends_before_a_damaged_page(net: Any, db: DB, tmp_path: Path)
     assert len(ASKED) - len(rest) == 64
     with session:
         assert answer(net, session, ASKED) == expected
-        assert session.store(ASKED).num_tokens == 176
+        assert session.store(ASKED) == 176
     assert db.counters["damaged"] == 1
     assert num_loaded(db, ASKED) == 176, "the page was stored again"
     flip(tmp_path / "store", keys[0])
@@ -319,8 +271,7 @@ def test_a_context_that_was_computed_elsewhere(net: Any, db: DB, tmp_path: Path)
     dense = DynamicCache(config=net.config)
     with torch.no_grad():
         net(DOCUMENT[None], past_key_values=dense)
-    context = db.import_(DOCUMENT, dense, {"from": "elsewhere"})
-    assert (context.num_tokens, context.attributes) == (160, {"from": "elsewhere"})
+    assert db.import_(DOCUMENT, dense) == 160
     with DB(tmp_path / "store", net, ROOMY, **SIZES) as reader:
         session, rest = reader.create_session(ASKED)
         assert len(rest) == 21
@@ -336,7 +287,7 @@ def stored_tokens(net: Any, db: DB, steps: int) -> int:
         out = net.generate(
             DOCUMENT[None, :150], past_key_values=session.cache, max_new_tokens=steps + 1, **GREEDY
         )
-        return session.store(out[0]).num_tokens
+        return session.store(out[0])
 
 
 def test_tokens_of_sparse_steps_never_enter(net: Any, db: DB, tmp_path: Path) -> None:
@@ -351,10 +302,10 @@ def test_tokens_after_sparse_steps_never_enter(net: Any, db: DB) -> None:
     with session, torch.no_grad():
         more = torch.cat([out[0], OTHER])
         net(more[None, session.cache.get_seq_length() :], past_key_values=session.cache)
-        assert session.store(more).num_tokens == 160
+        assert session.store(more) == 160
         session.cache.crop(160 - session.cache.get_seq_length())
         net(OTHER[None], past_key_values=session.cache)
-        assert session.store(torch.cat([DOCUMENT, OTHER])).num_tokens == 208
+        assert session.store(torch.cat([DOCUMENT, OTHER])) == 208
 
 
 def test_a_copy_of_a_page_is_as_exact_as_the_page(net: Any, db: DB) -> None:
@@ -365,9 +316,9 @@ def test_a_copy_of_a_page_is_as_exact_as_the_page(net: Any, db: DB) -> None:
     out = net.generate(ids[None], past_key_values=session.cache, max_new_tokens=6, **GREEDY)
     child = session.cache.fork()
     session.close()
-    with Session(child, db._pages, db._contexts) as forked, torch.no_grad():
+    with Session(child, db._pages) as forked, torch.no_grad():
         net(OTHER[None], past_key_values=child)
-        assert forked.store(torch.cat([out[0, :-1], OTHER])).num_tokens == 144
+        assert forked.store(torch.cat([out[0, :-1], OTHER])) == 144
 
 
 @pytest.mark.parametrize("settings", [SMALL, *DIPR.values()], ids=["default", *DIPR])
@@ -436,14 +387,12 @@ def test_other_tokens_than_those_of_the_session(net: Any, db: DB) -> None:
         wrong[7] += 1
         with pytest.raises(ConfigError, match="at position 7, expected .* as in create_session"):
             session.store(wrong)
-        with pytest.raises(ConfigError, match="attributes: got .* expected a JSON object"):
-            session.store(ASKED, {"when": object()})
         fork = session.cache.fork(2)
         with pytest.raises(HiSparseError, match="store: got 2 rows"):
-            Session(fork, db._pages, db._contexts).store(ASKED)
+            Session(fork, db._pages).store(ASKED)
         fork.reset()
     with db.create_session(OTHER)[0] as empty:
-        assert empty.store(OTHER) is None, "nothing was computed"
+        assert empty.store(OTHER) == 0, "nothing was computed"
 
 
 def test_wrong_arguments_are_one_line(net: Any, db: DB, tmp_path: Path) -> None:
