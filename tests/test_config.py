@@ -15,7 +15,7 @@ from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.options import StorageOptions
-from hisparse.units import format_bytes, resolve_memory
+from hisparse.units import format_bytes, parse_seconds, resolve_memory
 
 GIB = 1 << 30
 #: What takes the place of a key that is gone.
@@ -301,3 +301,9 @@ def test_storage_options() -> None:
 )
 def test_storage_refused(storage: object, words: list[str]) -> None:
     refused({"storage": storage}, *words)
+
+
+def test_times_have_a_unit() -> None:
+    assert [parse_seconds("x", text) for text in ("30ms", "1.5 s", "500us")] == [0.03, 1.5, 0.0005]
+    with pytest.raises(ConfigError, match="x: got '0ms', expected a time"):
+        parse_seconds("x", "0ms")

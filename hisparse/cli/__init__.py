@@ -15,7 +15,6 @@ from hisparse.cli import (
     kvcm,
     plan,
     storage,
-    top,
     trace,
 )
 from hisparse.cli.terminal import OneLineParser
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = OneLineParser(prog="hisparse", description="Hierarchical sparse attention for SGLang.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (algorithms, bench, build, check, doctor, eval, kvcm, plan, storage, top, trace):
+    for module in (algorithms, bench, build, check, doctor, eval, kvcm, plan, storage, trace):
         module.add_parser(commands)
     arguments = parser.parse_args(argv)
     # A supervisor ends the command as Ctrl-C does: servers that a benchmark started are stopped.

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from hisparse.algorithms import ALGORITHMS
-from hisparse.cli import algorithms, bench, build, check, doctor, kvcm, plan, storage, top, trace
+from hisparse.cli import algorithms, bench, build, check, doctor, kvcm, plan, storage, trace
 from hisparse.cli import eval as eval_command
 from hisparse.config import EXTENSIONS, KV_FORMATS, HiSparseConfig
 from hisparse.registry import Registry
@@ -100,7 +100,7 @@ def test_benches_in_the_text_exist(page: str, names: str) -> None:
 def test_every_command_has_a_row() -> None:
     commands = argparse.ArgumentParser().add_subparsers()
     for module in (
-        algorithms, bench, build, check, doctor, eval_command, kvcm, plan, storage, top, trace,
+        algorithms, bench, build, check, doctor, eval_command, kvcm, plan, storage, trace,
     ):  # fmt: skip
         module.add_parser(commands)
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")

@@ -26,7 +26,6 @@ from settings import SPARSE
 from tiny_models import CONTEXT, KV_HEADS, TOKEN_BYTES, tiny_model
 from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
-from tests.command import Command
 
 BUDGET = SPARSE["budget"]
 
@@ -215,25 +214,3 @@ def test_every_panel_of_the_dashboard_has_data(server: Server, tmp_path: Path) -
         assert not missing, prometheus.scrape_error()
         assert prometheus.query('{__name__=~"hisparse[:_]host_tokens_total"}') == [40000]
         assert not prometheus.query('{__name__=~"hisparse[:_]no_such_metric"}')
-
-
-def test_top_shows_what_a_server_does(server: Server, command: Command) -> None:
-    # How long `top` takes to start, and the server to answer, differ by machine: the load is
-    # repeated until a reading falls into its decode steps.
-    length = sum(map(len, PROMPTS.prompts[-2:]))
-    end = time.monotonic() + 180
-    running = used = 0
-    with ThreadPoolExecutor(1) as thread:
-        while running < 2 or used < length:
-            load = thread.submit(server.generate_many, PROMPTS.prompts[-2:], 800)
-            found = command.json("top", server.url, "--interval", "500ms")
-            load.result()
-            running, used = found["requests"]["running"], found["tokens"]["host"]["used"]
-            assert time.monotonic() < end, found
-    assert running == 2
-    assert length <= used < found["tokens"]["host"]["total"] == 40000
-    assert 0 < found["hit_ratio"]["recent"] <= 1
-    assert found["per_second"]["written_bytes"] > 0
-    out = command("top", server.url, "--once", "--interval", "100ms")
-    assert "requests running" in out
-    assert " of 40,000 " in out
