@@ -21,7 +21,7 @@
 # make soak    5,000 requests to the real server, from 32 clients at once: every answer, every leak
 # make lint    what takes seconds of make test
 # make setup   .venv/, which the others make themselves
-# make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
+# make datasets   .venv/datasets/, 260 MB more, which make test makes itself
 # make ruler   .venv/ruler/, 250 MB more, RULER for `hisparse eval --ruler`; sweeps make it themselves
 # make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
 # make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
@@ -42,7 +42,7 @@
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-sweeps test-isa test-sanitizers test-quality \
-	test-hostile test-models test-modes test-faults test-soak test-compile soak lint setup lm-eval ruler fuzz-tools \
+	test-hostile test-models test-modes test-faults test-soak test-compile soak lint setup datasets ruler fuzz-tools \
 	older-triton site site-tools redis-tools mooncake-tools gpu-check gpu-wheels pins audit \
 	licences wheel docs clean
 
@@ -52,7 +52,7 @@ python := .venv/bin/python
 demo: setup
 	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: setup lm-eval site-tools
+test: setup datasets site-tools
 	-@$(MAKE) --no-print-directory redis-tools
 	@$(python) scripts/run_tests.py
 
@@ -131,11 +131,11 @@ lint: setup
 setup:
 	@scripts/setup.sh
 
-lm-eval: setup
-	@cmp -s requirements/lm-eval.txt .venv/lm-eval/pins.txt || { \
-		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/lm-eval \
-			--require-hashes -r requirements/lm-eval.txt && \
-		cp requirements/lm-eval.txt .venv/lm-eval/pins.txt; }
+datasets: setup
+	@cmp -s requirements/datasets.txt .venv/datasets/pins.txt || { \
+		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/datasets \
+			--require-hashes -r requirements/datasets.txt && \
+		cp requirements/datasets.txt .venv/datasets/pins.txt; }
 
 ruler: setup
 	@cmp -s requirements/ruler.txt .venv/ruler/pins.txt || { \
@@ -196,7 +196,7 @@ gpu-check:
 gpu-wheels:
 	@scripts/gpu_wheels.sh
 
-pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt ruler.txt fuzz.txt triton.txt \
+pinned := $(addprefix requirements/,cpu.txt sglang.txt datasets.txt ruler.txt fuzz.txt triton.txt \
 	site.txt mooncake.txt)
 
 # Apart from .venv, whose packages are pinned.

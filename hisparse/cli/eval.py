@@ -7,7 +7,7 @@ import functools
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,10 @@ def add_parser(commands: Any) -> None:
     add("--seeds", number, "documents of each text and length", 1)
     text = "read documents from this file instead of the built-in texts; may be repeated"
     add("--text", file, text, **repeated)
-    add("--tasks", names, "only these of the built-in or of RULER's tasks, or tasks of lm-eval")
+    add("--tasks", names, "only these of the built-in or of RULER's tasks")
     text = "run RULER's 13 tasks instead of the built-in ones"
     parser.add_argument("--ruler", action="store_true", help=text)
-    add("--limit", number, f"documents of each task of lm-eval (all) or RULER ({_RULER_DOCUMENTS})")
+    add("--limit", number, f"documents of each task of RULER ({_RULER_DOCUMENTS})")
     text = "where records are kept; an interrupted run continues from them"
     add("--out", file, text, Path("hisparse-eval"), metavar="FOLDER")
 
@@ -79,19 +79,9 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_different("--context", arguments.context)
     if arguments.ruler:
         return _run_ruler(arguments, methods)
-    tasks = arguments.tasks or Evaluation.tasks
-    if others := [name for name in tasks if name not in TASKS]:
-        if len(others) < len(tasks):
-            raise ConfigError(
-                f"--tasks: got {', '.join(tasks)}, expected some of {', '.join(TASKS)}, or only "
-                "names of lm-eval"
-            )
-        return _run_tasks(arguments, methods)
+    tasks = _read_tasks(arguments, "task", TASKS) or Evaluation.tasks
     if arguments.limit is not None:
-        raise ConfigError(
-            f"--limit: got {arguments.limit} with built-in tasks, expected --ruler or tasks of "
-            "lm-eval"
-        )
+        raise ConfigError(f"--limit: got {arguments.limit} with built-in tasks, expected --ruler")
     _check_different("--text", [file.stem for file in arguments.text])
     given = {file.stem: read_text(file, "--text") for file in arguments.text}
     texts = {"texts": given} if given else {}
@@ -119,11 +109,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _run_ruler(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     """Run RULER's tasks."""
-    tasks = arguments.tasks or list(RULER_TASKS)
-    _check_different("--tasks", tasks)
-    for name in tasks:
-        if name not in RULER_TASKS:
-            raise ConfigError(f"--tasks: {unknown_name('RULER task', name, RULER_TASKS)}")
+    tasks = _read_tasks(arguments, "RULER task", RULER_TASKS) or list(RULER_TASKS)
     if arguments.text or arguments.seeds > 1:
         flag = "--text" if arguments.text else "--seeds"
         raise ConfigError(f"{flag}: got it with --ruler, expected one of them: RULER has its own")
@@ -157,30 +143,14 @@ def _run_ruler(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     return 0
 
 
-def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
-    """Run tasks of lm-eval. Their documents are fetched before the model is loaded."""
-    try:
-        from hisparse.eval.lm_eval_run import load_tasks, run_tasks
-    except ImportError as error:
-        raise ConfigError(
-            f"--tasks: got {', '.join(arguments.tasks)}, expected some of {', '.join(TASKS)}; for "
-            f"others {error.name} is not installed: pip install 'hisparse[lm-eval]'"
-        ) from None
-    tasks = load_tasks(
-        arguments.tasks, tokenizer=resolve(arguments.model), contexts=arguments.context
-    )
-    net, tokenizer, _ = _load(arguments.model, arguments.dtype)
-    scores = run_tasks(
-        net,
-        tokenizer,
-        methods,
-        tasks,
-        limit=arguments.limit,
-        progress=lambda method: print(f"hisparse: {method}", file=sys.stderr),
-    )
-    result = _origin(arguments) | {"tasks": scores}
-    print_result(arguments, result, lambda console: _print_scores(console, scores))
-    return 0
+def _read_tasks(arguments: argparse.Namespace, kind: str, known: Collection[str]) -> list[str]:
+    """The tasks that were named."""
+    tasks: list[str] = arguments.tasks or []
+    _check_different("--tasks", tasks)
+    for name in tasks:
+        if name not in known:
+            raise ConfigError(f"--tasks: {unknown_name(kind, name, known)}")
+    return tasks
 
 
 @contextmanager
@@ -200,17 +170,6 @@ def _progress() -> Iterator[Progress]:
                 print(f"hisparse: {done} of {total}{left}: {what}", file=sys.stderr, flush=True)
 
         yield report
-
-
-def _print_scores(console: Console, scores: Sequence[dict[str, Any]]) -> None:
-    figures = ("budget", "score", "stderr", "n", "selections")
-    heads = {"method": "", "budget": "", "task": "", "metric": "", "score": ".4g", "stderr": ".4g"}
-    heads |= {"n": "", "selections": ""}
-    table = make_table(*heads, right=figures)
-    for line in scores:
-        cells = ((line[head], form) for head, form in heads.items())
-        table.add_row(*("-" if value is None else format(value, form) for value, form in cells))
-    console.print(table)
 
 
 def _origin(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 _PACKAGES = (
     *("hisparse", "sglang", "torch", "transformers", "numpy", "apache-tvm-ffi", "triton"),
-    *("flashinfer-python", "flash-attn", "lm_eval", "prometheus-client"),
+    *("flashinfer-python", "flash-attn", "prometheus-client"),
 )
 
 

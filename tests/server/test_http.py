@@ -27,8 +27,8 @@ from tests.command import Command
 #: A pool that is smaller than the model's context.
 POOL = CONTEXT - 96
 FLAGS = ("--max-total-tokens", str(POOL), "--max-running-requests", "8")
-# SGLang requires `datasets` and the CPU set-up leaves it out: `make lm-eval` installs it apart.
-DATASETS = Path(sys.prefix) / "lm-eval"
+# SGLang requires `datasets` and the CPU set-up leaves it out: `make datasets` installs it apart.
+DATASETS = Path(sys.prefix) / "datasets"
 PROMPT = tokens(400, seed=8)
 
 #: Path, and the body: an object, or text that is sent as it is.
@@ -245,7 +245,7 @@ def test_bench_serve_puts_both_under_the_same_load(
 @more
 @pytest.mark.skipif(
     not (DATASETS / "datasets").exists(),
-    reason="not installed: make lm-eval, which make test does",
+    reason="not installed: make datasets, which make test does",
 )
 def test_sglangs_own_client_measures_this_server(
     model: Path, sparse: Server, tmp_path: Path
