@@ -171,4 +171,3 @@ class Evictor:
             for page in takewhile(lambda _: not self._stopped, folder.scan())
         )
         return np.fromiter(pages, dtype=[("place", "i8"), ("num_bytes", "i8")])
-

@@ -6,17 +6,32 @@ recent complete pages of its context in the cache, as after a prefill; pages tha
 between two selections enter it as the hottest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hisparse.errors import ConfigError
-from hisparse.trace.reader import Selections, SelectionTrace
+from hisparse.trace.file import SelectionTrace
 
 #: Tokens of the buffers that are replayed if none are named.
 USUAL_BUFFERS = [2048, 4096, 8192]
+
+
+#: Steps of a request in one row: the selected pages, and how many pages are complete.
+Stream = Sequence[tuple[np.ndarray, int]]
+
+
+def streams(trace: SelectionTrace, layer_id: int) -> Iterator[Stream]:
+    """The selections of a layer, a stream for each request and head."""
+    layer, full = trace.layer(layer_id), trace.full_pages.tolist()
+    order = trace.requests.argsort(kind="stable")
+    firsts = np.flatnonzero(np.diff(trace.requests[order]))
+    for visits in np.split(order, firsts + 1):
+        for head in range(layer.shape[1]):
+            yield [(row[row >= 0], full[at]) for at in visits for row in [layer[at, head]]]
 
 
 def replay_hits(trace: SelectionTrace, buffers: Sequence[int]) -> dict[str, list[Any]]:
@@ -33,42 +48,42 @@ def replay_hits(trace: SelectionTrace, buffers: Sequence[int]) -> dict[str, list
     """
     header = trace.header
     sizes = [tokens // header.page_size for tokens in buffers]
-    hits = np.zeros((len(header.layers), len(sizes)), np.int64)
-    selected = np.zeros((len(header.layers), 1), np.int64)
-    for at, layer in enumerate(header.layers):
-        selections = trace.selections(layer)
-        hits[at] = count_hits(selections, sizes).sum(axis=0)
-        selected[at] = len(selections.pages)
+    hits = np.array(
+        [
+            np.sum([[count_hits(x, size) for size in sizes] for x in streams(trace, layer)], 0)
+            for layer in header.layers
+        ]
+    )
+    selected = _selected(trace)[:, None]
     # A missing page is read in each layer that attends the selection.
     read = (selected - hits) * (header.page_bytes * np.array(header.attended_by)[:, None])
     return {
         "hits": hits.sum(axis=0).tolist(),
         "hit_ratio": (hits.sum(axis=0) / max(1, selected.sum())).tolist(),
         "hit_ratio_by_layer": (hits / selected.clip(min=1)).T.tolist(),
-        "bytes_per_step": (read.sum(axis=0) / len(trace.visits.requests)).tolist(),
+        "bytes_per_step": (read.sum(axis=0) / len(trace.requests)).tolist(),
     }
 
 
-def count_hits(selections: Selections, sizes: Sequence[int]) -> np.ndarray:
-    """Count the hits of caches of several sizes, which evict the coldest pages.
+def _selected(trace: SelectionTrace) -> np.ndarray:
+    """``[L] int64``, selected pages."""
+    return np.array([(trace.layer(x) >= 0).sum() for x in trace.header.layers])
+
+
+def count_hits(stream: Stream, size: int) -> int:
+    """Hits of a stream in a cache of ``size`` pages, in the exact order of ``diff_tables``.
 
     Args:
-        selections: the selections.
-        sizes: pages of each cache, at least those of the longest selection.
-
-    Returns:
-        ``[S, len(sizes)] int64``, selected pages that were in the cache.
+        stream: its selections; with no complete page it starts with an empty cache.
+        size: pages of the cache, at least those of the longest selection.
     """
-    streams = range(len(selections.streams) - 1)
-    return np.array([[_hits(selections, x, size) for size in sizes] for x in streams], np.int64)
-
-
-def _hits(selections: Selections, stream: int, size: int) -> int:
-    """Hits of a stream in the exact order of ``diff_tables``."""
+    num_pages = max(max(full, int(pages.max(initial=-1)) + 1) for pages, full in stream)
     order = np.empty(0, np.int64)  # The coldest first.
-    chosen, held = np.zeros((2, selections.num_pages), bool)
-    hits = 0
-    for pages, completed in selections.steps(stream):
+    chosen, held = np.zeros((2, num_pages), bool)
+    hits = before = 0
+    for pages, full in stream:
+        completed = np.arange(before, full)
+        before = max(before, full)
         order = np.concatenate([order, completed[~held[completed]]])[-size:]
         held[:] = False
         held[order] = chosen[pages] = True
@@ -87,29 +102,24 @@ def adjacent_overlap(trace: SelectionTrace) -> list[float | None]:
     """
     found: list[float | None] = []
     for layer in trace.header.layers:
-        selections = trace.selections(layer)
-        # The selection and the stream of each page.
-        row = np.repeat(np.arange(len(selections.full_pages)), np.diff(selections.offsets))
-        lengths = np.diff(selections.streams)
-        stream = np.repeat(np.arange(len(lengths)), lengths)[row]
-        # A page and its selection as one number; the next selection's is larger by the stride.
-        keys = row * selections.num_pages + selections.pages
-        again = np.isin(keys - selections.num_pages, keys)
-        follows = row != selections.streams[stream]
-        found.append(float(again[follows].mean()) if follows.any() else None)
+        again = total = 0
+        for stream in streams(trace, layer):
+            for (before, _), (now, _) in pairwise(stream):
+                again += int(np.isin(now, before).sum())
+                total += len(now)
+        found.append(again / total if total else None)
     return found
 
 
 def least_buffer(trace: SelectionTrace) -> int:
     """Tokens of the smallest buffer that can hold every selection."""
-    widest = max(int(trace.layer(x).lengths.max()) for x in trace.header.layers)
+    widest = max(int((trace.layer(x) >= 0).sum(-1).max()) for x in trace.header.layers)
     return max(1, widest) * trace.header.page_size
 
 
 def describe(file: Path, trace: SelectionTrace) -> dict[str, Any]:
     """What a trace holds."""
-    header, visits = trace.header, trace.visits
-    pages = sum(int(trace.layer(x).lengths.sum()) for x in header.layers)
+    header, pages = trace.header, int(_selected(trace).sum())
     return {
         "file": str(file),
         "note": header.note,
@@ -118,9 +128,9 @@ def describe(file: Path, trace: SelectionTrace) -> dict[str, Any]:
         "page_size": header.page_size,
         "layers": len(header.layers),
         "heads": header.heads,
-        "requests": int(visits.requests.max()) + 1,
-        "request_steps": len(visits.requests),
-        "context": [int(visits.seq_lens.min()), int(visits.seq_lens.max())],
+        "requests": int(trace.requests.max()) + 1,
+        "request_steps": len(trace.requests),
+        "context": [int(trace.seq_lens.min()), int(trace.seq_lens.max())],
         "selected_pages": pages,
         "bytes": trace.num_bytes,
         "bytes_per_page": trace.num_bytes / max(1, pages),
@@ -143,19 +153,19 @@ def replay_trace(file: Path, given: Sequence[int] | None) -> dict[str, Any]:
     Raises:
         ConfigError: the file is damaged, or a buffer is too small.
     """
-    with SelectionTrace(file) as trace:
-        least = least_buffer(trace)
-        buffers = list(given or [x for x in USUAL_BUFFERS if x >= least] or [least])
-        if min(buffers) < least:
-            raise ConfigError(
-                f"--device-buffer-size: got {', '.join(map(str, buffers))}, expected at least the "
-                f"{least} tokens of the longest selection in {str(file)!r}"
-            )
-        by_layer = adjacent_overlap(trace)
-        known = [x for x in by_layer if x is not None]
-        return describe(file, trace) | {
-            "adjacent_overlap": sum(known) / len(known) if known else None,
-            "adjacent_overlap_by_layer": by_layer,
-            "buffers": buffers,
-            "policies": {"lru": replay_hits(trace, buffers)},
-        }
+    trace = SelectionTrace(file)
+    least = least_buffer(trace)
+    buffers = list(given or [x for x in USUAL_BUFFERS if x >= least] or [least])
+    if min(buffers) < least:
+        raise ConfigError(
+            f"--device-buffer-size: got {', '.join(map(str, buffers))}, expected at least the "
+            f"{least} tokens of the longest selection in {str(file)!r}"
+        )
+    by_layer = adjacent_overlap(trace)
+    known = [x for x in by_layer if x is not None]
+    return describe(file, trace) | {
+        "adjacent_overlap": sum(known) / len(known) if known else None,
+        "adjacent_overlap_by_layer": by_layer,
+        "buffers": buffers,
+        "policies": {"lru": replay_hits(trace, buffers)},
+    }

@@ -1,7 +1,7 @@
 """A session: the cache of one context, which begins with what a store has of it."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch

@@ -112,11 +112,11 @@ def test_a_trace_has_the_steps_of_mixed_forwards(tmp_path: Path) -> None:
         play(sim)
         trace: Any = sim.coordinator.extensions["trace"]
         trace.close()
-        with SelectionTrace(Path(path)) as read:
-            assert read.end is not None
-            assert read.end.dropped_steps == 0
-            visits = [x.tolist() for x in read.visits]
-            traces.append((visits, [[y.tolist() for y in read.layer(x)] for x in range(2)]))
+        read = SelectionTrace(Path(path))
+        assert read.end is not None
+        assert read.end.dropped_steps == 0
+        visits = [x.tolist() for x in (read.requests, read.seq_lens)]
+        traces.append((visits, [read.layer(x).tolist() for x in range(2)]))
     assert traces[0] == traces[1]
     assert len(traces[0][0][0]) > 50
 

@@ -18,7 +18,7 @@ from hisparse.engine.capabilities import row_tokens
 from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
-from hisparse.trace.reader import SelectionTrace
+from hisparse.trace import SelectionTrace
 from hisparse.types import KVSpec
 from tests.engine.test_invariants import assert_dense
 from tests.shapes import TWO_LAYERS, machine
@@ -169,9 +169,9 @@ def test_a_trace_has_the_layers_that_select(tmp_path: Path) -> None:
         sim.decode(request)
     (extension,) = sim.coordinator.extensions.values()
     extension.close()
-    with SelectionTrace(file) as trace:
-        assert trace.header.layers == (1, 3)
-        assert len(trace.visits.seq_lens) == 10
+    trace = SelectionTrace(file)
+    assert trace.header.layers == (1, 3)
+    assert len(trace.seq_lens) == 10
 
 
 def _spec(windows: tuple[int, ...]) -> KVSpec:

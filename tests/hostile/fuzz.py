@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import importlib.util
 import io
 import json
@@ -19,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,15 +70,20 @@ def read_checked(reader: Reader, path: Path, content: bytes, capture: io.StringI
 
 
 def changed(rng: random.Random, data: bytes, mutate: Callable[[bytes], bytes]) -> bytes:
-    """A file with changed bytes or JSON; checksums of traces often fit the change."""
+    """A file with changed bytes or JSON; those of a gzip are often changed inside."""
     from tests.hostile.mutations import damaged, mutated_object, mutated_text
-    from tests.hostile.trace_seals import chunks_of, resealed
 
     way = rng.randrange(4)
-    with contextlib.suppress(ValueError, RecursionError):  # Not JSON, or nested too deep.
-        if way > 1 and (chunks := chunks_of(data)):
-            return resealed(rng, chunks)
-        elif way == 3:
+    # Not JSON, nested too deep, or a damaged gzip.
+    with contextlib.suppress(ValueError, RecursionError, OSError, EOFError, zlib.error):
+        if way > 1 and data.startswith(b"\x1f\x8b"):
+            first, rest = gzip.decompress(data).split(b"\n", 1)
+            if way == 2:
+                first = json.dumps(mutated_object(rng, json.loads(first))).encode()
+            else:
+                rest = damaged(rng, rest)
+            return gzip.compress(first + b"\n" + rest, 1)
+        if way == 3:
             lines = data.splitlines() or [b""]
             chosen = rng.randrange(len(lines))
             lines[chosen] = json.dumps(mutated_object(rng, json.loads(lines[chosen]))).encode()

@@ -91,9 +91,9 @@ def _trace(folder: Path) -> Reader:
     content = write_trace(folder / "made.trace", requests=2).read_bytes()
 
     def read(path: Path) -> None:
-        with SelectionTrace(path) as trace:
-            adjacent_overlap(trace)
-            replay_hits(trace, [least_buffer(trace)])
+        trace = SelectionTrace(path)
+        adjacent_overlap(trace)
+        replay_hits(trace, [least_buffer(trace)])
 
     # Not every change must be refused: a file that ends early is that of a killed process.
     return _reader("trace", content, read)

@@ -1,4 +1,4 @@
-"""Changed traces whose checksums fit, as the fuzzer makes them."""
+"""Traces that are changed inside of the gzip, as the fuzzer makes them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.hostile.readers import Reader
 from tests.trace.made import write_trace
 
 
-def test_changed_traces_get_past_their_checksums(tmp_path: Path) -> None:
-    """Chunks whose checksums fit reach the code that decodes pages; none breaks it."""
+def test_changed_traces_get_past_the_gzip(tmp_path: Path) -> None:
+    """Changes reach the code that decodes pages; none breaks it."""
     content, refusals = write_trace(tmp_path / "made").read_bytes(), []
 
     def read(path: Path) -> None:
         try:
-            with SelectionTrace(path) as trace:
-                adjacent_overlap(trace)
+            trace = SelectionTrace(path)
+            adjacent_overlap(trace)
         except ConfigError as error:
             refusals.append(str(error))
             raise
@@ -31,7 +31,6 @@ def test_changed_traces_get_past_their_checksums(tmp_path: Path) -> None:
         rng = random.Random(seed)
         variant = changed(rng, content, lambda data, rng=rng: damaged(rng, data))
         read_checked(reader, tmp_path / "file", variant, io.StringIO())
-    behind = [line for line in refusals if "checksum" not in line]
-    # Of the header, the sections, the visits, the lengths and the pages.
-    for text in ("header", "section", "sequence lengths", "the lengths", "the request's"):
-        assert any(text in line for line in behind), text
+    # Of the header, the visits, the pages and the end.
+    for text in ("header", "sequence lengths", "the request's", "end"):
+        assert any(text in line for line in refusals), text

@@ -26,7 +26,6 @@ from settings import SPARSE
 from tiny_models import CONTEXT, KV_HEADS, TOKEN_BYTES, tiny_model
 from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
-
 BUDGET = SPARSE["budget"]
 
 

@@ -35,8 +35,8 @@ def config(path: Path) -> dict[str, object]:
 def wait_for_steps(path: Path, count: int) -> None:
     """Until the trace has so many steps: its thread writes once a second."""
     for _ in range(600):
-        with suppress(ConfigError), SelectionTrace(path) as trace:
-            if len(trace.visits.requests) >= count:
+        with suppress(ConfigError):
+            if len(SelectionTrace(path).requests) >= count:
                 return
         time.sleep(0.1)
     raise AssertionError(f"the trace has fewer than {count} steps")
@@ -66,17 +66,17 @@ def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path)
         requests = exported(folder, 3).requests
         wait_for_steps(path, int(handed))
     # The server was killed.
-    with SelectionTrace(path) as trace:
-        count = len(trace.visits.requests)
-        assert trace.end is None
-        assert (count, dropped) == (handed, 0)
-        assert count == 3 * (STEPS - 1)
-        assert list(trace.header.layers) == list(range(LAYERS))
-        assert trace.visits.requests.tolist() == [i // (STEPS - 1) for i in range(count)]
-        assert trace.visits.seq_lens[0] == PROMPT + 1
-        found = replay_hits(trace, [2 * BUDGET])
-        assert sum(trace.layer(layer).lengths.sum() for layer in range(LAYERS)) == selected
-        assert 0 < found["hits"][0] < selected
+    trace = SelectionTrace(path)
+    count = len(trace.requests)
+    assert trace.end is None
+    assert (count, dropped) == (handed, 0)
+    assert count == 3 * (STEPS - 1)
+    assert list(trace.header.layers) == list(range(LAYERS))
+    assert trace.requests.tolist() == [i // (STEPS - 1) for i in range(count)]
+    assert trace.seq_lens[0] == PROMPT + 1
+    found = replay_hits(trace, [2 * BUDGET])
+    assert sum(trace.layer(layer).lengths.sum() for layer in range(LAYERS)) == selected
+    assert 0 < found["hits"][0] < selected
     first, second, again = requests
     assert first.hash_ids == again.hash_ids
     assert not set(first.hash_ids) & set(second.hash_ids)
@@ -103,7 +103,7 @@ def test_sigterm_lets_an_answer_end_and_completes_the_trace(log_dir: Path, tmp_p
         assert ids == right
         server.wait_until_gone()
         assert "hisparse: error" not in server.log()
-    with SelectionTrace(path) as trace:
-        assert trace.end is not None
-        assert (trace.end.dropped_steps, trace.end.reason) == (0, "closed")
-        assert len(trace.visits.requests) == 2 * (STEPS - 1)
+    trace = SelectionTrace(path)
+    assert trace.end is not None
+    assert (trace.end.dropped_steps, trace.end.reason) == (0, "closed")
+    assert len(trace.requests) == 2 * (STEPS - 1)

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hisparse.trace.format import TraceHeader
-from hisparse.trace.writer import RecordedStep, TraceWriter
+from hisparse.trace.file import RecordedStep, TraceHeader, TraceWriter
 
 #: Pages of 16 tokens, of which a selection has 7.
 HEADER = TraceHeader(

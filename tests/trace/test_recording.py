@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from hisparse.engine.extensions.trace import Trace
-from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace import SelectionTrace, replay_hits
-from hisparse.trace.format import CHUNK, MAGIC
-from hisparse.trace.writer import TraceWriter
+from hisparse.trace.file import TraceWriter
 from hisparse.types import Selection
 
 #: ``(layer, slot, seq_len) -> [H, K] pages``.
@@ -48,11 +46,12 @@ def close(sim: Simulator) -> None:
 
 def pages_of(trace: SelectionTrace, layer: int) -> dict[tuple[int, int, int], list[int]]:
     """By request, sequence length and head."""
-    lengths, pages = trace.layer(layer)
-    rows = np.split(pages, np.cumsum(lengths.ravel())[:-1])
-    visits = list(zip(*(x.tolist() for x in trace.visits), strict=True))
-    heads = trace.header.heads
-    return {(*visits[i // heads], i % heads): row.tolist() for i, row in enumerate(rows)}
+    visits = zip(trace.requests.tolist(), trace.seq_lens.tolist(), trace.layer(layer), strict=True)
+    return {
+        (request, seq_len, head): row[row >= 0].tolist()
+        for request, seq_len, rows in visits
+        for head, row in enumerate(rows)
+    }
 
 
 @pytest.mark.parametrize("scope", ["layer", "kv_head"])
@@ -71,19 +70,19 @@ def test_a_trace_has_what_was_selected(scope: Any, tmp_path: Path) -> None:
     for _ in range(4):
         sim.decode(again)
     close(sim)
-    with SelectionTrace(path) as trace:
-        assert trace.end is not None
-        assert trace.end.dropped_steps == 0
-        assert trace.visits.requests.tolist() == [0] * 5 + [1] * 4
-        assert trace.visits.seq_lens.tolist() == [*range(201, 206), *range(151, 155)]
-        layers = [x for x in range(sim.layers) if x != 1]
-        assert list(trace.header.layers) == layers
-        for layer in layers:
-            for (_, seq_len, head), pages in pages_of(trace, layer).items():
-                expected = [p for p in seen[layer, 1, seq_len][head].tolist() if p >= 0]
-                assert pages == expected
-        assert trace.header.algorithm == sim.config.algorithm
-        assert trace.header.page_bytes == sim.manager.device.page_bytes
+    trace = SelectionTrace(path)
+    assert trace.end is not None
+    assert trace.end.dropped_steps == 0
+    assert trace.requests.tolist() == [0] * 5 + [1] * 4
+    assert trace.seq_lens.tolist() == [*range(201, 206), *range(151, 155)]
+    layers = [x for x in range(sim.layers) if x != 1]
+    assert list(trace.header.layers) == layers
+    for layer in layers:
+        for (_, seq_len, head), pages in pages_of(trace, layer).items():
+            expected = [p for p in seen[layer, 1, seq_len][head].tolist() if p >= 0]
+            assert pages == expected
+    assert trace.header.algorithm == sim.config.algorithm
+    assert trace.header.page_bytes == sim.manager.device.page_bytes
     assert sim.coordinator.stats().extensions["trace_steps"] == 9
     assert sim.coordinator.stats().extensions["trace_dropped_steps"] == 0
 
@@ -98,10 +97,10 @@ def test_replay_counts_what_the_engine_counted(tmp_path: Path) -> None:
         sim.decode(request)
     close(sim)
     stats = sim.coordinator.stats()
-    with SelectionTrace(path) as trace:
-        found = replay_hits(trace, [size])
-        assert found["hits"] == [stats.hit_pages]
-        assert found["hit_ratio"] == [stats.hit_pages / (stats.hit_pages + stats.miss_pages)]
+    trace = SelectionTrace(path)
+    found = replay_hits(trace, [size])
+    assert found["hits"] == [stats.hit_pages]
+    assert found["hit_ratio"] == [stats.hit_pages / (stats.hit_pages + stats.miss_pages)]
 
 
 def test_a_taken_name_is_numbered(tmp_path: Path) -> None:
@@ -124,33 +123,32 @@ def test_a_writer_that_is_behind_drops_steps_and_counts_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    write = TraceWriter._write_steps
-    monkeypatch.setattr("hisparse.trace.writer._QUEUED_STEPS", 4)
+    take = TraceWriter._take
+    monkeypatch.setattr("hisparse.trace.file._QUEUED_STEPS", 4)
 
-    def slowly(writer: Any, steps: Any) -> None:
+    def slowly(writer: Any, step: Any) -> None:
         gate.wait()
-        write(writer, steps)
+        take(writer, step)
 
-    monkeypatch.setattr(TraceWriter, "_write_steps", slowly)
+    monkeypatch.setattr(TraceWriter, "_take", slowly)
     sim = decoding(tmp_path / "a.trace", 40)
     counted = sim.coordinator.stats().extensions
     gate.set()
     close(sim)
     assert counted["trace_steps"] + counted["trace_dropped_steps"] == 40
     assert counted["trace_dropped_steps"] >= 30
-    with SelectionTrace(tmp_path / "a.trace") as trace:
-        assert len(trace.visits.requests) == counted["trace_steps"]
-        assert trace.end is not None
-        assert trace.end.dropped_steps == counted["trace_dropped_steps"]
+    trace = SelectionTrace(tmp_path / "a.trace")
+    assert len(trace.requests) == counted["trace_steps"]
+    assert trace.end is not None
+    assert trace.end.dropped_steps == counted["trace_dropped_steps"]
 
 
 def test_a_file_grows_no_further_than_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hisparse.trace.writer._CHUNK_PAGES", 1)
     path = tmp_path / "a.trace"
     with caplog.at_level(logging.WARNING, "hisparse"):
-        sim = Simulator(extensions={"trace": {"path": str(path), "max_bytes": 4000}})
+        sim = Simulator(extensions={"trace": {"path": str(path), "max_bytes": 1500}})
         request = sim.request(1, 300, seed=1)
         sim.prefill((request, 200))
         for _ in range(39):
@@ -160,19 +158,19 @@ def test_a_file_grows_no_further_than_allowed(
         sim.decode(request)
         counted = sim.coordinator.stats().extensions["trace_dropped_steps"]
         close(sim)
-    assert 3000 < path.stat().st_size <= 4000
-    assert "has reached max_bytes (4000)" in caplog.text
-    with SelectionTrace(path) as trace:
-        assert trace.end is not None
-        assert trace.end.reason.endswith("max_bytes (4000)")
-        assert len(trace.visits.requests) + trace.end.dropped_steps == 40
-        assert counted == trace.end.dropped_steps
+    assert 1000 < path.stat().st_size <= 1500
+    assert "has reached max_bytes (1500)" in caplog.text
+    trace = SelectionTrace(path)
+    assert trace.end is not None
+    assert trace.end.reason.endswith("max_bytes (1500)")
+    assert len(trace.requests) + trace.end.dropped_steps == 40
+    assert counted == trace.end.dropped_steps
 
 
 def test_a_disk_that_fails_ends_the_recording_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: Any, data: bytes) -> None:
+    def fail(self: Any, data: bytes, **_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     sim = Simulator(extensions={"trace": str(tmp_path / "a.trace")})
@@ -193,8 +191,8 @@ def test_a_flush_writes_what_was_handed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
     sim = decoding(path, 5)
     recorder(sim).flush()
-    with SelectionTrace(path) as trace:
-        assert len(trace.visits.requests) == 5
+    trace = SelectionTrace(path)
+    assert len(trace.requests) == 5
     close(sim)
     recorder(sim).flush()
 
@@ -217,13 +215,12 @@ def test_selections_of_another_width_are_padded(tmp_path: Path) -> None:
         trace.after_step(complete=True)
         seq_lens = seq_lens + 1
     close(sim)
-    with SelectionTrace(path) as found:
-        assert found.visits.seq_lens.tolist() == [900, 901]
-        for layer in range(sim.layers):
-            first, width = (policy.max_pages, 1, 1, 2)[layer % 4], policy.heads
-            lengths, pages = found.layer(layer)
-            assert lengths.tolist() == [[first] * width, [1] * width]
-            assert pages.tolist() == [*range(first, 2 * first)] * width + [1] * width
+    found = SelectionTrace(path)
+    assert found.seq_lens.tolist() == [900, 901]
+    for layer in range(sim.layers):
+        first, width = (policy.max_pages, 1, 1, 2)[layer % 4], policy.heads
+        rows = [row[row >= 0].tolist() for row in found.layer(layer).reshape(2 * width, -1)]
+        assert rows == [[*range(first, 2 * first)]] * width + [[1]] * width
 
 
 @pytest.mark.parametrize("in_all_layers", [False, True])
@@ -248,60 +245,13 @@ def test_an_algorithm_may_return_the_same_tensor_again(tmp_path: Path, in_all_la
     close(sim)
     counted = sim.coordinator.stats().extensions
     assert (counted["trace_steps"], counted["trace_dropped_steps"]) == (6, 0)
-    with SelectionTrace(path) as trace:
-        for layer in range(sim.layers):
-            found = pages_of(trace, layer)
-            assert len(found) == 6 * sim.policy.heads
-            for (_, seq_len, head), pages in found.items():
-                expected = [p for p in seen[layer, 1, seq_len][head].tolist() if p >= 0]
-                assert pages == expected
-
-
-@pytest.mark.parametrize("end", ["close", "flush"])
-def test_a_writer_whose_thread_has_ended_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    """Whatever ended the thread, while as many steps wait as may."""
-
-    gate = threading.Event()
-
-    def fail(writer: Any, steps: Any) -> None:
-        gate.wait()
-        raise ValueError("a fault")
-
-    monkeypatch.setattr("hisparse.trace.writer._QUEUED_STEPS", 4)
-    monkeypatch.setattr(TraceWriter, "_write_steps", fail)
-    sim = decoding(tmp_path / "a.trace", 8)
-    gate.set()
-    waiting = threading.Thread(target=getattr(recorder(sim), end), daemon=True)
-    waiting.start()
-    waiting.join(60)
-    assert not waiting.is_alive()
-    request = sim.request(2, 300, seed=1)
-    sim.prefill((request, 200))
-    sim.decode(request)
-    assert sim.coordinator.stats().extensions["trace_dropped_steps"] == 9
-
-
-def test_a_file_that_ends_early_has_its_whole_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hisparse.trace.writer._CHUNK_PAGES", 1)
-    path = tmp_path / "a.trace"
-    close(decoding(path, 10))
-    data = path.read_bytes()
-    starts, at = [], len(MAGIC)
-    while at < len(data):
-        starts.append(at)
-        at += CHUNK.size + CHUNK.unpack(data[at : at + CHUNK.size])[1]
-    for cut in (starts[8], starts[8] + 1, starts[8] + CHUNK.size, starts[9] - 1):
-        path.write_bytes(data[:cut])
-        with SelectionTrace(path) as trace:
-            assert trace.end is None
-            assert len(trace.visits.requests) == 7
-    path.write_bytes(data[: starts[1]])
-    with pytest.raises(ConfigError, match="has no selections"):
-        SelectionTrace(path)
+    trace = SelectionTrace(path)
+    for layer in range(sim.layers):
+        found = pages_of(trace, layer)
+        assert len(found) == 6 * sim.policy.heads
+        for (_, seq_len, head), pages in found.items():
+            expected = [p for p in seen[layer, 1, seq_len][head].tolist() if p >= 0]
+            assert pages == expected
 
 
 def test_steps_that_are_replayed_from_a_graph_are_in_the_trace(tmp_path: Path) -> None:
@@ -323,8 +273,8 @@ def test_steps_that_are_replayed_from_a_graph_are_in_the_trace(tmp_path: Path) -
         for _ in range(3):
             sim.decode(long, short)
         close(sim)
-        with SelectionTrace(path) as trace:
-            return [pages_of(trace, layer) for layer in range(sim.layers)]
+        trace = SelectionTrace(path)
+        return [pages_of(trace, layer) for layer in range(sim.layers)]
 
     made = []
     for cls in (Simulator, ReplayingSimulator):
@@ -351,8 +301,8 @@ def test_a_captured_step_that_runs_as_it_is_captured_is_in_the_trace(
         for _ in range(3):
             sim.decode(request)
         close(sim)
-        with SelectionTrace(path) as trace:
-            made.append([pages_of(trace, layer) for layer in range(sim.layers)])
+        trace = SelectionTrace(path)
+        made.append([pages_of(trace, layer) for layer in range(sim.layers)])
     assert made[0] == made[1]
     assert len(made[0][0]) == 3 * sim.policy.heads
 
@@ -366,6 +316,6 @@ def test_a_replayed_step_ends_before_a_capture_begins(tmp_path: Path) -> None:
     sim.decode(request)
     sim.coordinator.prepare_capture()
     recorder(sim).flush()
-    with SelectionTrace(path) as trace:
-        assert trace.visits.seq_lens.tolist() == [102]
+    trace = SelectionTrace(path)
+    assert trace.seq_lens.tolist() == [102]
     close(sim)

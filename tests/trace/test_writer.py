@@ -14,7 +14,7 @@ import torch
 from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
 from hisparse.trace import SelectionTrace
-from hisparse.trace.writer import RecordedStep, TraceWriter
+from hisparse.trace.file import RecordedStep, TraceWriter
 from tests.trace.made import HEADER
 
 HEADER = replace(HEADER, heads=1, max_pages=8)
@@ -26,60 +26,49 @@ def step_of(seq_len: int, visits: int) -> RecordedStep:
     return RecordedStep(np.arange(visits), np.full(visits, seq_len), pages.contiguous())
 
 
-def test_bytes_that_wait_are_bounded_and_written_by_the_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps of 5 requests, 320 bytes; a chunk takes 12 requests. One step of any size may wait."""
-    gate, begun, taken = threading.Event(), threading.Event(), []
-    write = TraceWriter._write_steps
+def test_bytes_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 5 requests, 320 bytes. One step of any size may be written."""
+    gate, take = threading.Event(), TraceWriter._take
 
-    def slowly(writer: Any, steps: list[RecordedStep]) -> None:
-        taken.append([len(step.slots) for step in steps])
-        begun.set()
+    def slowly(writer: TraceWriter, step: RecordedStep) -> None:
         gate.wait()
-        write(writer, steps)
+        take(writer, step)
 
-    monkeypatch.setattr("hisparse.trace.writer._QUEUED_BYTES", 5 * 320)
-    monkeypatch.setattr("hisparse.trace.writer._CHUNK_PAGES", 12 * 16)
-    monkeypatch.setattr(TraceWriter, "_write_steps", slowly)
+    monkeypatch.setattr("hisparse.trace.file._QUEUED_BYTES", 5 * 320)
+    monkeypatch.setattr(TraceWriter, "_take", slowly)
     path = tmp_path / "a.trace"
     writer = TraceWriter(path, HEADER, 1 << 20)
     assert path.stat().st_mode & 0o777 == 0o600
     assert writer.put(step_of(200, 30))
-    assert begun.wait(60)
     assert [writer.put(step_of(201 + at, 5)) for at in range(6)] == [True] * 5 + [False]
     gate.set()
     writer.close()
-    assert taken == [[30], [5, 5], [5, 5], [5]]
-    with SelectionTrace(path) as trace:
-        assert trace.end is not None
-        assert trace.end.dropped_steps == 1
-        assert trace.visits.seq_lens.tolist() == [200] * 30 + [
-            x for x in range(201, 206) for _ in range(5)
-        ]
-        assert trace.layer(1)[1].tolist() == [*range(8)] * 55
+    trace = SelectionTrace(path)
+    assert trace.end is not None
+    assert trace.end.dropped_steps == 1
+    lengths = [200] * 30 + [x for x in range(201, 206) for _ in range(5)]
+    assert trace.seq_lens.tolist() == lengths
+    assert trace.layer(1).tolist() == [[[*range(8)]]] * 55
 
 
-def test_a_step_beside_the_end_is_written_or_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step that comes when the thread has found nothing more to write."""
-    path, handed = tmp_path / "a.trace", []
+def test_a_file_that_ends_early_has_its_whole_steps(tmp_path: Path) -> None:
+    path, ends = tmp_path / "a.trace", []
     writer = TraceWriter(path, HEADER, 1 << 20)
-    take = TraceWriter._take
-
-    def late(self: TraceWriter, *, closing: bool) -> list[RecordedStep]:
-        steps = take(self, closing=closing)
-        if closing and not steps:
-            handed.append(writer.put(step_of(201, 1)))
-        return steps
-
-    monkeypatch.setattr(TraceWriter, "_take", late)
-    assert writer.put(step_of(200, 1))
+    for at in range(4):
+        assert writer.put(step_of(200 + at, 1))
+        writer.flush()
+        ends.append(path.stat().st_size)
     writer.close()
-    with SelectionTrace(path) as trace:
-        assert trace.end is not None
-        assert len(trace.visits.requests) + trace.end.dropped_steps == 1 + len(handed) == 2
+    data = path.read_bytes()
+    for count in (1, 2, 3):
+        for cut in (ends[count - 1], ends[count - 1] + 2, (ends[count - 1] + ends[count]) // 2):
+            path.write_bytes(data[:cut])
+            trace = SelectionTrace(path)
+            assert trace.end is None
+            assert trace.seq_lens.tolist() == [*range(200, 200 + count)]
+    path.write_bytes(data[: ends[0] - 20])
+    with pytest.raises(ConfigError, match="has no selections"):
+        SelectionTrace(path)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
 from hisparse.engine.extensions.base import Components, Extension, register_extension
 from hisparse.errors import ConfigError
 from hisparse.kernels import upload
-from hisparse.trace.format import TraceHeader
-from hisparse.trace.writer import RecordedStep, TraceWriter
+from hisparse.trace.file import RecordedStep, TraceHeader, TraceWriter
 from hisparse.types import Selection
 from hisparse.units import MemorySize, parse_memory, resolve_memory
 
