@@ -38,7 +38,7 @@ class TopP(BaseSparseAlgorithm):
 
     variable_lengths: ClassVar[bool] = True
     store_version: ClassVar[int | None] = 1
-    captured_launches: ClassVar[int] = 225
+    captured_launches: ClassVar[int] = 250
 
     mass: float = 0.95
 

@@ -362,18 +362,12 @@ def _why_not(operation: Operation, impl: str, place: Place) -> str | None:
     return "the library cannot be built" if library is None else None
 
 
-def choices(operation: Operation, place: Place, but: str) -> str:
-    """The implementations that can run on tensors at a place, without one, for a message."""
-    names = (x for x in IMPLEMENTATIONS if x != but and _why_not(operation, x, place) is None)
-    return ", ".join(["auto", *names])
-
-
 def _function(impl: str, operation: Operation, place: Place) -> Implementation:
     reason = _why_not(operation, impl, place)
     if reason is not None:
-        raise KernelError(
-            f"implementation {impl!r}: {reason} (choices: {choices(operation, place, impl)})"
-        )
+        names = (x for x in IMPLEMENTATIONS if _why_not(operation, x, place) is None)
+        choices = ", ".join(["auto", *names])
+        raise KernelError(f"implementation {impl!r}: {reason} (choices: {choices})")
     return operation.function(impl)
 
 

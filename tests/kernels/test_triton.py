@@ -12,10 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from hisparse.errors import KernelError
-from hisparse.kernels import SelectRule, operation, select
 from scripts.gpu_check import SUITES
 from tests.kernels.sass import blocks_per_sm, ptx_fault
 from tests.sizes import SWEEPS
@@ -67,16 +64,6 @@ def test_what_the_engine_launches_compiles_without_spills(archs: str) -> None:
     assert any(" attention.attend_kernel" in line and "scaled=1" in line for line in table)
     # Its PTX is looked at: barriers before and behind the arrival of a split.
     assert any(" attention.attend_kernel" in line and "split=1" in line for line in table)
-
-
-def test_a_selection_of_fixed_length_is_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton, which only those of varying length reach, it would be ranked by rounded shares."""
-    # Tests on fibers, in the same process, turn Triton off.
-    monkeypatch.setattr(operation, "why_no_triton", lambda: None)
-    monkeypatch.setattr(operation, "_INTERPRETED", True)
-    one = torch.zeros(1, 1, 4), torch.tensor([4], dtype=torch.int32)
-    with pytest.raises(KernelError, match=r"got a rule without mass.*: auto, reference, cpu\)"):
-        select(*one, SelectRule(heads=1, max_pages=2), impl="triton")
 
 
 def test_an_arrival_stands_between_two_barriers() -> None:

@@ -72,10 +72,10 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 
 def _on_cuda(call: Callable[..., Any], *arguments: Any) -> Any:
-    """In one launch, but with ``mass``: that is Triton's and PyTorch's."""
+    """In one launch, but with ``mass``: that is PyTorch's."""
     *tensors, rule = arguments
     if rule.mass is not None:
-        return SELECT.function("triton")(*arguments)
+        return SELECT.function("reference")(*arguments)
     scores, num_pages = tensors[:2]
     within = -1.0 if rule.within is None else rule.within
     words = call_cuda("select_scratch_words", scores, within, rule.heads)
