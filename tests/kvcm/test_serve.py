@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import yaml
 from hisparse.cli import kvcm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
+from hisparse.kvcm.optimizer.policies import POLICIES
 from hisparse.kvcm.startup import default_startup, load_startup
 from hisparse.kvcm.store import open_store
 from tests.command import Command
@@ -160,3 +162,15 @@ def test_the_compose_file_starts_what_there_is() -> None:
             assert f"{arguments.root}" in service["volumes"][0]
             lines = re.findall("^COPY (.*) ", service["build"]["dockerfile_inline"], re.MULTILINE)
             assert all((ROOT / x).exists() for line in lines for x in line.split())
+
+
+@pytest.mark.sweeps
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server")
+def test_the_speed_is_measured() -> None:
+    """Each match finds all that was written; figures are not judged."""
+    line = [sys.executable, "-m", "scripts.kvcm_speed", "3000"]
+    found = json.loads(subprocess.run(line, check=True, capture_output=True).stdout)["kvcm"]
+    for store in ("sqlite", "redis"):
+        assert found[store]["prefix_match"]["keys"] == 2048
+        assert found[store]["blocks_per_s"] > 0 < found[f"{store} alone"]["blocks_per_s"]
+    assert all(found["optimizer"][f"{x}_lookups_per_s"] > 0 for x in POLICIES)

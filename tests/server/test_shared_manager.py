@@ -15,7 +15,7 @@ import mooncake_master
 import pytest
 from checks import wait_for
 from harness import Server
-from parts import MORE
+from parts import MORE, few
 from plugins import make_plugin
 from settings import ROOMY, SPARSE
 from test_storage import CACHED, start
@@ -43,7 +43,7 @@ class Shared:
     tools: dict[str, Any] = field(default_factory=dict)
 
 
-@pytest.fixture(params=["files", "mooncake"])
+@pytest.fixture(params=few(("files", "mooncake"), "files"))
 def shared(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Shared]:
