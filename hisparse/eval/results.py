@@ -13,7 +13,14 @@ import numpy as np
 
 from hisparse.algorithms import build_algorithm
 from hisparse.errors import ConfigError
-from hisparse.eval.divergence import MIN_DOCUMENTS, Record, kl, mean_interval, perplexities
+from hisparse.eval.divergence import (
+    MIN_DOCUMENTS,
+    Record,
+    kl,
+    mean_interval,
+    perplexities,
+    ratio_interval,
+)
 from hisparse.eval.documents import CONTINUE, COPY
 from hisparse.eval.method import DENSE, Method, identity
 from hisparse.options import check_fields, parse_object, read_text
@@ -139,17 +146,20 @@ _MEANS = ("mass", "oracle_recall", "kept_mean")
 def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
     """A cell for each method, budget, context and task: the fraction of correct answers.
 
-    ``low`` and ``high`` are a 95% bootstrap interval over questions. ``dense`` is the score of the
-    dense model on the same questions, and ``usable`` says whether it is at least :data:`USABLE`.
+    ``low`` and ``high`` are a 95% bootstrap interval over documents, or over the questions in each
+    where there are few, see :func:`~hisparse.eval.divergence.ratio_interval`. ``dense`` is the
+    score of the dense model on the same questions, and ``usable`` says whether it is at least
+    :data:`USABLE`.
     """
     cells = []
     dense = _dense(records)
     for (method, budget, context), group in _grouped(records):
         tasks = sorted({x["task"] for r in group for x in r["items"]} - {CONTINUE})
         for task in tasks:
-            correct = _correct(group, task)
-            reference = float(_correct([dense[r["document"]] for r in group], task).mean())
-            low, high = mean_interval(correct)
+            parts = _correct(group, task)
+            correct = np.concatenate(parts)
+            reference = np.concatenate(_correct([dense[r["document"]] for r in group], task)).mean()
+            low, high = ratio_interval(parts, [np.ones_like(part) for part in parts])
             cells.append(
                 {
                     **identity(method, group[0]["algorithm"], budget),
@@ -158,8 +168,8 @@ def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
                     "score": float(correct.mean()),
                     "low": low,
                     "high": high,
-                    "dense": reference,
-                    "usable": reference >= USABLE,
+                    "dense": float(reference),
+                    "usable": bool(reference >= USABLE),
                     "n": len(correct),
                     "kept_mean": _mean(group, "kept_mean"),
                 }
@@ -264,8 +274,10 @@ def _grouped(records: Iterable[Record]) -> list[tuple[tuple[Any, ...], list[Reco
     return list(groups.items())
 
 
-def _correct(records: Iterable[Record], task: str) -> np.ndarray:
-    return np.array([x["right"] for r in records for x in r["items"] if x["task"] == task], float)
+def _correct(records: Iterable[Record], task: str) -> list[np.ndarray]:
+    """Whether each answer is right, 1 or 0, of the documents that have some of the task."""
+    found = ([x["right"] for x in r["items"] if x["task"] == task] for r in records)
+    return [np.array(part, float) for part in found if part]
 
 
 def _mean(records: Sequence[Record], name: str) -> float | None:

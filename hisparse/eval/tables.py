@@ -81,9 +81,9 @@ def _scores(cells: Sequence[Line]) -> Table:
     return Table(
         "Correct answers, percent",
         "An answer is correct if all its tokens are the most likely ones. 95% bootstrap intervals "
-        "over questions. The interval has no width if all answers are correct or all are wrong: up "
-        "to 3 / n of all such questions may still differ. In brackets: the dense model scores "
-        "below 90%, so the task does not rank methods.",
+        "over four documents or more, over questions if there are fewer. The interval has no width "
+        "if all answers are correct or all are wrong: up to 3 / n of all such questions may still "
+        "differ. In brackets: the dense model scores below 90%, so the task does not rank methods.",
         [_LABEL, *(f"{task} (n {sizes[task]})" for task in tasks)],
         [[name, *(row.get(task, "-") for task in tasks)] for name, row in rows.items()],
     )

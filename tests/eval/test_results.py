@@ -58,6 +58,18 @@ def test_documents_are_resampled_where_there_are_enough() -> None:
     records = [record(str(i), m, kl=[0.1], continued=[-1.0]) for i in range(4) for m in METHODS]
     assert line_of(records, "quest")["resampled"] == "documents"
     assert line_of(records[:6], "quest")["resampled"] == "tokens and passages"
+    # So are documents whose answers are all right or all wrong.
+    records = [
+        record(str(i), m, kl=[0.1], continued=[-1.0], right={"facts": [i > 1] * 30})
+        for i in range(4)
+        for m in METHODS
+    ]
+    cell, few = (
+        next(c for c in make_cells(found) if c["task"] == "facts")
+        for found in (records, records[:6])
+    )
+    assert (cell["low"], cell["high"]) == (0, 1) and cell["n"] == 120
+    assert few["low"] == few["high"] == few["score"] == pytest.approx(1 / 3)
 
 
 METHODS = ("dense", "quest")
