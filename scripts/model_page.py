@@ -28,7 +28,7 @@ _END = """\
 ## What decides
 
 hisparse serves models whose layers attend causally with MHA, GQA or MLA, over all tokens or a
-window, with heads of one number and width. It reads that from the layers that SGLang has built.
+window, with heads of one number and width.
 *Fallback* marks models that SGLang runs with transformers' code (`--model-impl transformers`).
 
 ## Models that select by themselves
@@ -39,18 +39,19 @@ serves three indexers. Bytes are of a token and layer, in bfloat16; launches of 
 | model | algorithm | host | device | launches |
 | --- | --- | --- | --- | --- |
 | DeepSeek-V3.2, GLM-5 (DSA) | `dsa` ([deepseek.md](deepseek.md)) | 1,152 | 132 | 8 |
+| GLM-5's layers with a shared selection | | 1,152 | 0 | 5 |
 | Qwen4-Exp (QSA) | `qsa` | 2,048 | 64, and 1,120 for a request and layer | 16, and the model's |
 | MiniMax-M3 | `msa` | 2,048 | 256 | 10 |
 
 `hisparse plan` prints the settings of a model's training. The server refuses other pages and dense
 layers, and warns of other sizes.
 
-For prompts of 4 to 8 times the budget, tokens are those of transformers, in float32 with random
-weights, retracted requests and two ranks included. Trained weights, images, MiniMax-M3's experts
-and a GPU have not run. MiniMax-M3 was also tested with n-grams, a pipeline, a store, prefill and
-decode servers and fp8; Qwen4-Exp is a hybrid.
-Unlike in SGLang, `--qsa-indexer-dtype fp8_e4m3` gives keys a scale and rounds no queries.
-`HiSparseCache` refuses both models.
+For 8 prompts of 4 to 8 times the budget, tokens are those of transformers, in float32 with random
+weights; prefixes, aborts, retractions and two ranks included. All but Qwen4-Exp, a hybrid, were
+also tested with drafts, a store, prefill and decode servers, fp8 and, but for GLM-5, a pipeline.
+Trained weights, images, a GPU and MiniMax-M3's experts, which SGLang runs on GPUs only, have not
+run. Unlike in SGLang, `--qsa-indexer-dtype fp8_e4m3` gives keys a scale and rounds no queries.
+`HiSparseCache` refuses them.
 
 Others are refused before they load: GLM-5-Next, Qwen2.5-1M,
 Hunyuan V4, LongCat, and these, which would take

@@ -20,7 +20,7 @@ from hisparse.plan.shapes import shape_per_rank, state_bytes
 from hisparse.sglang import features
 from hisparse.sglang.features.base import Start
 from hisparse.sglang.features.hybrids import check_options
-from hisparse.sglang.models import Trained
+from hisparse.sglang.models import Trained, check_trained
 from hisparse.units import format_bytes, resolve_memory
 
 #: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
@@ -110,6 +110,8 @@ def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
         build_algorithm(config)
         _check_served(config, asked, model.model_type if machine.state_bytes else "")
         check_indexer(model.model_type, config, kind.feature if kind else "")
+        if trained:
+            check_trained(model.model_type, config, trained, asked.pp)
         spec = shape_per_rank(model, config.page_size, asked.tp)
         capacities += [fit(config, spec, machine, context) for context in contexts]
     return capacities, machine

@@ -46,6 +46,11 @@ class Trained(NamedTuple):
     head_dim: int
     unindexed: tuple[int, ...] = ()
 
+    @property
+    def shares(self) -> bool:
+        """Whether these attend what the layer before them selected; else they are dense."""
+        return bool(self.unindexed) and "dense_layers" not in self.settings
+
 
 def read_model_shape(
     model: Any,
@@ -226,19 +231,23 @@ def name_of(model_config: Any) -> str:
     return ", ".join(model_config.hf_config.architectures or ["this model"])
 
 
-def check_trained(name: str, config: HiSparseConfig, trained: Trained) -> None:
+def check_trained(name: str, config: HiSparseConfig, trained: Trained, pp_size: int) -> None:
     """Require pages and layers of a model's indexer; warn of sizes that it was not trained with.
 
     Args:
         name: of the model.
         config: the settings.
         trained: how the model selects.
+        pp_size: ranks of a pipeline.
 
     Raises:
-        ConfigError: ``page_size`` or ``dense_layers`` are others.
+        ConfigError: ``page_size`` or ``dense_layers`` are others, or layers share a selection,
+            which layers that are dense or of another rank would not get.
     """
     settings = trained.settings
     dense = list(config.dense_layers or ())
+    if trained.shares:
+        _check_sharing(name, trained, dense, pp_size)
     if dense != list(settings.get("dense_layers", dense)):
         raise ConfigError(
             f"dense_layers: got {dense}, expected {settings['dense_layers']}, the layers of {name} "
@@ -257,6 +266,19 @@ def check_trained(name: str, config: HiSparseConfig, trained: Trained) -> None:
             got,
             name,
             expected,
+        )
+
+
+def _check_sharing(name: str, trained: Trained, dense: Sequence[int], pp_size: int) -> None:
+    if 0 in trained.unindexed:
+        raise ConfigError(
+            f"layer 0 of {name} attends what the layer before it selected; expected an indexer"
+        )
+    pipeline = f"--pp-size {pp_size}" if pp_size > 1 else ""
+    if got := f"dense_layers: {dense}" if dense else pipeline:
+        raise ConfigError(
+            f"{got} is given, and layers of {name} attend what others selected, which hisparse "
+            "does not support together yet; expected neither dense_layers nor --pp-size"
         )
 
 

@@ -32,6 +32,10 @@ EAGER_LAUNCHES = {
 }  # fmt: skip
 
 
+#: Kernels of a captured layer that attends the selection of the layer before it.
+SHARING_LAUNCHES = 5
+
+
 def context_of(name: str) -> int:
     """Tokens with which the launches of an algorithm are counted."""
     return _SHORT.get(name, CONTEXT)
@@ -141,6 +145,17 @@ def test_the_cpu_attends_beside_a_captured_layer(kind: str, sinks: bool) -> None
     assert merged == [one if sinks else Counter(), one]
     more = totals[1] - totals[0] - merged[1]
     assert not [name for name in more if not name.startswith("aside.")]
+
+
+def test_a_layer_that_shares_a_selection_does_not_select() -> None:
+    with fake_cuda() as launches:
+        shared = {"reuse_layers": 2}
+        algorithm, spec = algorithm_of("dsa"), model("MLA", 1)
+        FakeEngine(launches, algorithm, spec, "layer", settings=shared).captured()
+        counts = launches.of_layer(LAYER)
+    # Layers of a model that shares selections have no index keys to store.
+    del counts["triton.index.store_kernel"]
+    assert counts.total() == SHARING_LAUNCHES, listed(counts)
 
 
 def test_an_indexer_scores_a_chunk_in_one_launch() -> None:

@@ -33,6 +33,8 @@ QWEN4 = Qwen4ExpTextConfig(
         (["--pp", "2"], "--pp-size 2 is given, and qwen4_exp_text has layers of linear attention"),
         (["--config", '{"algorithm": "qsa", "page_size": 4, "dense_layers": [3]}'],
          "dense_layers: got [3] in the plan of qwen4_exp_text"),
+        (["--config", '{"algorithm": "qsa"}'],
+         "page_size: got 16, expected 4, the tokens that qwen4_exp_text"),
     ],
 )  # fmt: skip
 def test_what_a_hybrid_is_not_planned_with(

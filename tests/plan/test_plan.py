@@ -15,6 +15,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV32Config,
     Gemma3TextConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -328,6 +329,19 @@ def test_defaults_are_the_models_own(tmp_path: Path, planned: Planned) -> None:
     config = '{"algorithm": "quest", "budget": 512, "page_size": 32}'
     found = planned("--config", config)
     assert '"page_size": 32' in found["command"]
+
+
+def test_layers_that_share_a_selection_are_planned_together(
+    tmp_path: Path, command: Command
+) -> None:
+    options = {"index_head_dim": 128, "index_topk": 64, "indexer_types": ["full", "shared"]}
+    GlmMoeDsaConfig(**SMALL, **LATENT, **options).save_pretrained(tmp_path)
+    line = ["--model", str(tmp_path), *MEMORY, "--weights", "100MiB"]
+    assert command.json("plan", *line)["hisparse"]["device_bytes_per_token"] < 2 * 132
+    dense = ["--config", '{"algorithm": "dsa", "page_size": 1, "dense_layers": [1]}']
+    for flags, got in ((["--pp", "2"], "--pp-size 2"), (dense, "dense_layers: [1]")):
+        message = command.refused("plan", *line, *flags)
+        assert f"{got} is given, and layers of glm_moe_dsa attend what others selected" in message
 
 
 @pytest.mark.parametrize(

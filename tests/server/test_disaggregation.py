@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 latents": ("deepseek_v2", LATENTS | FP8),
     "indexer": ("deepseek_v32", INDEXER),
     "fp8 indexer": ("deepseek_v32", INDEXER | FP8),
+    "shared selections": ("glm_moe_dsa", INDEXER),
     "indexer of blocks": ("minimax_m3", MSA),
     "fp8 indexer of blocks": ("minimax_m3", MSA | FP8),
     "windows": ("gemma3", SPARSE),

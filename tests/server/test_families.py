@@ -1,13 +1,13 @@
 """Families of models through the real server, with greedy tokens of the models themselves.
 
-Windows, capped logits, sinks, norms, latents, indexers, hybrids with linear attention or
+Windows, capped logits, sinks, norms, latents, hybrids with linear attention or
 convolutions, and a model that SGLang runs with the code of transformers.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hugging_face import greedy, load
 from hybrids import HYBRIDS
 from parts import MORE, few
 from planned_bytes import assert_planned
-from settings import CHECKED, DSA, MEMORY, ROOMY
+from settings import CHECKED, MEMORY, ROOMY
 from tiny_models import CONTEXT, HYBRID_LAYERS, WINDOW, tiny_model
 from workload import tokens
 
@@ -43,14 +43,12 @@ class Family:
         num_full: layers without a window, of three.
         is_native: whether dense tokens are those of SGLang's ``torch_native``, for transformers
             has windows in other layers, or of another length.
-        config: of a server whose tokens are those of the model.
         flags: of its servers.
     """
 
     windows: int = WINDOW
     num_full: int = 3
     is_native: bool = False
-    config: dict[str, Any] = field(default_factory=lambda: ROOMY)
     flags: tuple[str, ...] = ()
 
     @property
@@ -69,7 +67,6 @@ FAMILIES = {
     "smollm3": Family(flags=("--model-impl", "transformers")),
     "exaone4": Family(),
     "glm4_moe_lite": Family(),
-    "glm_moe_dsa": Family(config=MEMORY | DSA),
     "qwen3_next": Family(flags=hybrids.FLAGS),
     "kimi_linear": Family(flags=hybrids.FLAGS),
     # SGLang keeps no states of it in the radix cache, but in pages of one token.
@@ -103,7 +100,7 @@ def dense(kind: str, log_dir: Path) -> list[list[int]]:
 def test_served_tokens_are_those_of_the_model(kind: str, log_dir: Path) -> None:
     expected, family = dense(kind, log_dir), FAMILIES[kind]
     assert all(len(set(ids)) > 5 for ids in expected), "continuations that repeat show little"
-    with serve(kind, "roomy", log_dir, config=family.config) as server:
+    with serve(kind, "roomy", log_dir, config=ROOMY) as server:
         assert [a.ids for a in server.generate_many(PROMPTS, NEW_TOKENS)] == expected
         aborted = server.abort_after(PROMPTS[1], num_tokens=5, max_new_tokens=1000)
         assert aborted[:NEW_TOKENS] == expected[1][: len(aborted)]
@@ -111,9 +108,9 @@ def test_served_tokens_are_those_of_the_model(kind: str, log_dir: Path) -> None:
         assert [a.ids for a in again] == expected
         assert (min(a.cached for a in again[1:]) >= 640) == (kind != "lfm2")
         assert (family.says_windows in server.log()) == (family.num_full < 3)
-        if kind in ("gemma3", "glm_moe_dsa"):
+        if kind == "gemma3":
             planned = {"context": CONTEXT, "max_requests": 4}
-            assert_planned(server, tiny_model(kind), family.config, **planned)
+            assert_planned(server, tiny_model(kind), ROOMY, **planned)
 
 
 @pytest.mark.parametrize("kind", few((*WITH_WINDOWS, "smollm3", *HYBRIDS), "gemma2"))

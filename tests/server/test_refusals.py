@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from harness import Server
 from refusing import refusal, resolve, server_args
-from settings import QSA
-from tiny_models import INDEX_TOP_K, tiny_model
+from tiny_models import tiny_model
 
 from hisparse.errors import ConfigError
 from hisparse.sglang.features import IN_USE
@@ -234,34 +233,6 @@ def test_a_model_that_selects_by_itself(
     assert f"{name} was trained to select by itself what it attends ({fields}); expec" in message
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"index_kpool": 4}, "index_kpool"),
-        ({"index_local_tokens": 16}, "index_local_tokens"),
-    ],
-)
-def test_an_indexer_that_is_not_that_of_deepseek(
-    tmp_path: Path, change: dict[str, object], field: str
-) -> None:
-    config = json.loads((tiny_model("deepseek_v32") / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    message = refusal(model=tmp_path, config={"algorithm": "dsa", "page_size": 1})
-    assert f"ForCausalLM was trained to select by itself what it attends ({field}); ex" in message
-    assert message.endswith("(one key per token), Qwen4-Exp or MiniMax-M3")
-
-
-def test_layers_that_attend_what_others_selected() -> None:
-    config, model = {"algorithm": "dsa", "page_size": 1}, tiny_model("glm_moe_dsa")
-    resolve(model=model, config=config)
-    for flags, more, got in (
-        ((), {"dense_layers": [0]}, "dense_layers: [0]"),
-        (("--pp-size", "2"), {}, "--pp-size 2"),
-    ):
-        message = refusal(*flags, model=model, config=config | more)
-        assert f"{got} is given, and layers of GlmMoeDsaForCausalLM attend what others" in message
-
-
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096,
     "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
@@ -285,57 +256,6 @@ def test_heads_that_share_a_latent_cannot_select_apart() -> None:
     message = refusal(model=tiny_model("deepseek_v2"), config=config)
     assert "'query_head' does not go with" in message
     assert "latent attention (MLA) (choices: kv_head, layer; algorithms that can: none)" in message
-
-
-def test_a_model_with_an_indexer_is_served_by_what_asks_it(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    model = tiny_model("deepseek_v32")
-    message = refusal(model=model)
-    assert "DeepseekV32ForCausalLM was trained to attend what its indexer selects" in message
-    assert message.endswith("expected an algorithm that asks it: dsa")
-    # Such a server has an algorithm of its own, which the message must not blame on the user.
-    assert refusal(*f"{TRANSFER} {PREFILL}".split(), model=model) == message
-    config = {"algorithm": "dsa", "page_size": 1, "budget": 2 * INDEX_TOP_K}
-    assert resolve(model=model, config=config).page_size % 16 == 0
-    warned = "are (128, 1, 2); DeepseekV32ForCausalLM was trained with (64, 0, 0)"
-    assert warned in capfd.readouterr().err
-    message = refusal(config=config)
-    assert "asks the model's indexer, which LlamaForCausalLM does not have" in message
-
-
-def qwen4(folder: Path) -> Path:
-    """Qwen4-Exp with a budget that SGLang's own kernels take."""
-    config = json.loads((tiny_model("qwen4_exp") / "config.json").read_text())
-    config["text_config"]["indexer_budget"] = 2048
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def test_a_model_whose_indexer_scores_blocks(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    name = "Qwen4ExpForConditionalGeneration"
-    model = qwen4(tmp_path)
-
-    def refused(config: dict[str, Any], *flags: str) -> str:
-        # On a CPU SGLang's radix cache keeps no states of the other layers.
-        return refusal("--disable-radix-cache", *flags, model=model, config=config)
-
-    for config in ({}, {"algorithm": "dsa", "page_size": 1}):
-        message = refused(config)
-        assert f"{name} was trained to attend what its indexer selects" in message
-        assert message.endswith("expected an algorithm that asks it: qsa")
-    message = refused({"algorithm": "qsa"})
-    assert f"page_size: got 16, expected 4, the tokens that {name}" in message
-    served = QSA | {"budget": 1024, "device_buffer_size": 2048}
-    message = refused(served, "--qsa-indexer-dtype", "fp8_e4m3")
-    assert "--qsa-indexer-dtype: got fp8_e4m3 beside index_dtype 'float32', expected" in message
-    message = refused(served, "--speculative-algorithm", "NGRAM")
-    assert f"--speculative-algorithm NGRAM is given, and {name} has layers of linear" in message
-    resolve("--disable-radix-cache", model=model, config=served)
-    warned = f"are (1024, 0, 0); {name} was trained with (2048, 0, 0)"
-    assert warned in capfd.readouterr().err
 
 
 def family(name: str, folder: Path) -> Path:

@@ -27,6 +27,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sketch": ("llama", SPARSE),
     "quest": ("llama", CHECKED | {"algorithm": "quest", "budget": 128, "device_buffer_size": 128}),
     "dsa": ("deepseek_v32", latents(128, 512)["deepseek_v32"]),
+    "shared": ("glm_moe_dsa", latents(128, 512)["deepseek_v32"]),
 }
 
 
@@ -55,6 +56,7 @@ CASES: dict[str, tuple[str, Callable[[], list[str]], float]] = {
     "EAGLE": ("quest", lambda: drafting("EAGLE", eagle_head("llama"), 5), 1.01),
     "EAGLE3": ("quest", lambda: drafting("EAGLE3", eagle3_head("llama"), 1), 1.01),
     "NEXTN": ("dsa", lambda: drafting("NEXTN"), 1.01),
+    "NEXTN, shared": ("shared", lambda: drafting("NEXTN"), 1.01),
 }
 Plain = Callable[[str], list[Answer]]
 
@@ -91,7 +93,7 @@ def test_drafts_change_no_token(name: str, plain: Plain, log_dir: Path) -> None:
     """N-grams draft the first answers from little, and the second ones from the first ones."""
     setting, flags, most = CASES[name]
     kind, config = SETTINGS[setting]
-    model = with_next_layer(kind) if name == "NEXTN" else tiny_model(kind)
+    model = with_next_layer(kind) if "NEXTN" in name else tiny_model(kind)
     if "NGRAM" not in name:
         config = config | {"device_memory": "600MB"}
     expected = plain(setting)

@@ -70,7 +70,7 @@ def test_a_swapped_request_has_the_tokens_of_dense_attention(
     ("name", "kind", "config", "flags"),
     [
         ("mla", "deepseek_v2", WHOLE, ()),
-        ("dsa", "deepseek_v32", DSA, ()),
+        ("dsa", "glm_moe_dsa", DSA, ()),
         ("fp8", "llama", WHOLE | {"host_layout": "page_first"}, ("--kv-cache-dtype", "fp8_e4m3")),
         ("pages of 64", "llama", WHOLE | {"host_layout": "layer_first"}, ("--page-size", "64")),
         ("chunks", "qwen2", WHOLE, ("--chunked-prefill-size", "128")),

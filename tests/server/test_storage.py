@@ -103,6 +103,7 @@ def test_a_second_server_with_other_settings_reads_what_a_sparse_one_wrote(
         assert server.counted("storage_loaded_pages", "storage_built_pages") == (93, 0)
 
 
+_INDEXED: dict[str, Any] = {"algorithm_config": {}, "device_memory": "64MB"}
 #: Model, what is set beside SPARSE, and flags.
 RESTARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "fp8": ("llama", {"host_layout": "page_first"}, ("--kv-cache-dtype", "fp8_e4m3")),
@@ -113,17 +114,18 @@ RESTARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "tail": ("llama", {"tail_estimate": True}, ()),
     "chunks": ("llama", {}, ("--chunked-prefill-size", "128")),
     "mla": ("deepseek_v2", {}, ()),
-    "dsa": ("deepseek_v32", DSA | {"algorithm_config": {}, "device_memory": "64MB"}, ()),
-    "msa": ("minimax_m3", MSA | {"algorithm_config": {}, "device_memory": "64MB"}, MSA_FLAGS),
+    "dsa": ("deepseek_v32", DSA | _INDEXED, ()),
+    "dsa, shared selections": ("glm_moe_dsa", DSA | _INDEXED, ()),
+    "msa": ("minimax_m3", MSA | _INDEXED, MSA_FLAGS),
 }
 
 
 @more
-@pytest.mark.parametrize("name", few(RESTARTS, "fp8", "dsa"))
+@pytest.mark.parametrize("name", few(RESTARTS, "fp8", "dsa, shared selections"))
 def test_a_restart_changes_no_token(name: str, log_dir: Path, tmp_path: Path) -> None:
     """SIGKILL, the same server again, the same tokens from loaded pages as from computed ones."""
     kind, config, flags = RESTARTS[name]
-    size = 64 if name in ("pages of 64", "dsa") else 16
+    size = 64 if name.startswith(("pages of 64", "dsa")) else 16
     cached = (len(DOCUMENT) - 1 - 32 * (name == "snapkv")) // size * size
     config, options = SPARSE | config, {"kind": kind, "flags": flags}
     with start(log_dir, f"{name}-first", tmp_path, config, **options) as server:

@@ -12,7 +12,13 @@ from typing import Any, ClassVar, Final
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.model_config import LIGHTNING_INDEXER
-from hisparse.sglang.models import ModelShape, Trained, hybrid_layers
+from hisparse.sglang.models import (
+    ModelShape,
+    Trained,
+    check_trained,
+    hybrid_layers,
+    name_of,
+)
 from hisparse.sglang.session import ServerSession
 
 logger = logging.getLogger("hisparse")
@@ -160,11 +166,18 @@ class Feature:
         yield
 
     def check(self, server_args: Any, config: HiSparseConfig) -> None:
-        """Check SGLang's resolved arguments, and the model.
+        """Check SGLang's resolved arguments, and the model: by default its indexer's settings.
 
         Raises:
             ConfigError: hisparse does not serve them together.
         """
+        if self.indexer is None:
+            return
+        from sglang.srt.arg_groups.overrides import model_config_of
+
+        model = model_config_of(server_args)
+        if trained := self.indexer.trained(model.hf_text_config):
+            check_trained(name_of(model), config, trained, server_args.pp_size)
 
     # In a process with a part of the model.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.sglang.features.base import Feature, IndexerKind, asks_indexer
-from hisparse.sglang.models import RowwiseInputs, Trained, check_trained, name_of
+from hisparse.sglang.models import RowwiseInputs, Trained, name_of
 
 #: Fields of transformers' configuration, and keys of ``sparse_attention_config`` as published.
 _NAMES = {
@@ -116,7 +116,7 @@ class MiniMaxIndexer(Feature):
                 raise ConfigError(f"{field} of {name}: got {got}, expected {expected}")
         if trained.settings["num_recent_pages"] < 0:
             raise ConfigError(f"sparse_local_block of {name}: got 0, expected at least 1")
-        check_trained(name, config, trained)
+        super().check(server_args, config)
 
     def built(self, session: Any, model_runner: Any) -> None:
         """Make every layer with an indexer pass its inputs under the name that backends know."""

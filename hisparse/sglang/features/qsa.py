@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.sglang.features.base import Feature, IndexerKind, Start, asks_indexer
-from hisparse.sglang.models import Trained, check_trained, indexed_layers, name_of, rows_of_slice
+from hisparse.sglang.models import Trained, indexed_layers, rows_of_slice
 from hisparse.sglang.session import ServerSession, current_session
 from hisparse.types import BlockIndexerInputs, IndexerInputs
 
@@ -116,14 +115,6 @@ class QwenIndexer(Feature):
             )
         start.args.qsa_indexer_dtype = "auto"
         return {"algorithm_config": {**options, "index_dtype": _DTYPES[asked]}}
-
-    def check(self, server_args: Any, config: HiSparseConfig) -> None:
-        """Require pages of the indexer's blocks; warn of sizes that it was not trained with."""
-        from sglang.srt.arg_groups.overrides import model_config_of
-
-        model = model_config_of(server_args)
-        if trained := _trained(model.hf_text_config):
-            check_trained(name_of(model), config, trained)
 
     def built(self, session: ServerSession, model_runner: Any) -> None:
         """Make every layer pass the inputs of its indexer instead of token indices."""

@@ -198,11 +198,13 @@ SCENARIOS = (
         lead=0.2,
         part=0.03,
     ),
-    # As GLM-5 selects: single tokens, as many as an indexer keeps, which some layers share.
+    # As GLM-5 selects, in prompts too: single tokens, which some layers share.
     Scenario(
-        name="dsa",
+        name="dsa, retractions",
         model="glm_moe_dsa",
+        whole=True,
         config=MEMORY | DSA | {"max_row_capacity": 4 * INDEX_TOP_K},
+        retracts=True,
     ),
     # As Qwen4-Exp selects, in prompts too.
     Scenario(

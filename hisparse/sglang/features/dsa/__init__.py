@@ -9,11 +9,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from hisparse.config import HiSparseConfig
-from hisparse.errors import ConfigError
-from hisparse.sglang.features.base import INDEXER, PIPELINE, WITH_INDEXER, Feature, Start
+from hisparse.sglang.features.base import INDEXER, WITH_INDEXER, Feature
 from hisparse.sglang.install import is_requested
-from hisparse.sglang.models import RowwiseInputs, check_trained, find_indexers, name_of
+from hisparse.sglang.models import RowwiseInputs, find_indexers
 from hisparse.sglang.session import ServerSession
 
 
@@ -99,28 +97,6 @@ class DeepSeekIndexer(Feature):
         """Let SGLang ask for a compute capability where there is none."""
         with _fake_device_capability():
             yield
-
-    def check(self, server_args: Any, config: HiSparseConfig) -> None:
-        """Warn of sizes that the model was not trained with.
-
-        Raises:
-            ConfigError: layers share a selection, which layers that are dense or of another rank
-                would not get.
-        """
-        from sglang.srt.arg_groups.overrides import model_config_of
-
-        model = model_config_of(server_args)
-        trained = self.indexer.trained(model.hf_text_config)
-        if trained is None:
-            return
-        name, start = name_of(model), Start(args=server_args, config=config, device="")
-        dense = f"dense_layers: {list(config.dense_layers)}" if config.dense_layers else ""
-        if trained.unindexed and (got := dense or PIPELINE.given(start)):
-            raise ConfigError(
-                f"{got} is given, and layers of {name} attend what others selected, which hisparse "
-                "does not support together yet; expected neither dense_layers nor --pp-size"
-            )
-        check_trained(name, config, trained)
 
     def pool_class(self, kind: str, *, is_draft: bool) -> type | None:
         """Pools of latents without index keys."""
