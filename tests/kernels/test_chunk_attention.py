@@ -32,7 +32,9 @@ def check(
 ) -> None:
     got = chunk_attention(q, k, v, causal=causal, rule=rule, first_key=first_key, impl=impl)
     seen = visible(len(q), len(k), causal, rule.window, first_key)
-    assert_near(got, attend(q, k, v, rule, seen), q)
+    # Matrix registers of a CPU multiply weights of 16 bits, as GPUs do.
+    coarse = impl == "cpu" and q.dtype == k.dtype == BF16
+    assert_near(got, attend(q, k, v, rule, seen), q, coarse)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "prefix"])
@@ -67,18 +69,20 @@ def test_attends_a_chunk_or_all_keys(
     check(q, k, v, UNSCALED, causal, 0, impl)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("first_key", [0, -1, -32, -150, -4000], ids=lambda x: f"key{x}")
 def test_prefill_attends_within_the_window(
-    impl: str, cap: float, window: int, first_key: int
+    impl: str, cap: float, window: int, first_key: int, dtype: torch.dtype
 ) -> None:
     """A chunk of 140 tokens over itself, and over a tile of its prefix, near, far, or before all
     windows: then rows are empty."""
     torch.manual_seed(window)
     tokens = 35 if INTERPRETED else 140
-    q, keys = torch.randn(tokens, 4, 24), tokens if first_key == 0 else min(-first_key, 150)
-    k, v = torch.randn(keys, 2, 24), torch.randn(keys, 2, 16)
+    keys = tokens if first_key == 0 else min(-first_key, 150)
+    shapes = (tokens, 4, 24), (keys, 2, 24), (keys, 2, 16)
+    q, k, v = (torch.randn(*x).to(dtype) for x in shapes)
     check(q, k, v, AttentionRule(0.5, cap, window), first_key == 0, first_key, impl)
 
 
@@ -95,6 +99,7 @@ def test_prefill_attends_within_the_window(
     cap=st.sampled_from(CAPS),
     window=st.one_of(st.just(0), st.integers(1, 20), st.integers(1, 700)),
     causal=st.booleans(),
+    dtype=st.sampled_from([FP32, BF16]),
     seed=st.integers(0, 2**31),
 )
 def test_ragged_sizes(
@@ -109,13 +114,14 @@ def test_ragged_sizes(
     cap: float,
     window: int,
     causal: bool,
+    dtype: torch.dtype,
     seed: int,
 ) -> None:
     rng = torch.Generator().manual_seed(seed)
     first_key = -before if causal else -keys - before
     keys = tokens + before if causal else keys
-    q = torch.randn(tokens, heads * group, widths[0], generator=rng)
-    k, v = (torch.randn(keys, heads, width, generator=rng) for width in widths)
+    q = torch.randn(tokens, heads * group, widths[0], generator=rng).to(dtype)
+    k, v = (torch.randn(keys, heads, width, generator=rng).to(dtype) for width in widths)
     check(q, k, v, AttentionRule(scale, cap, window), causal, first_key, impl)
 
 

@@ -75,7 +75,7 @@ CHUNK_ATTENTION = Operation(
     results=(Result(torch.float32, "T Hq Dv"), Result(torch.float32, "T Hq")),
     values=("causal", "first_key"),
     cpu=lambda call, query, k, v, causal, rule, first_key: call(
-        query.float(), k, v, causal, rule.scale, rule.logit_cap, rule.window, first_key
+        query, k, v, causal, rule.scale, rule.logit_cap, rule.window, first_key
     ),
     also=_keys_fit,
 )
@@ -226,7 +226,8 @@ def chunk_attention(
     Returns:
         out ``[T, Hq, Dv]``, float32 or, on a GPU, in the query's dtype; and the natural log of the
         sum of exponentials of the logits ``[T, Hq] float32``, -inf for a query without keys. A
-        float32 query is attended in float32 throughout.
+        float32 query is attended in float32 throughout. Weights of bfloat16 queries and keys may
+        be rounded to bfloat16, by GPUs and by CPUs with AMX; their sum is not.
     """
     run = CHUNK_ATTENTION(impl, query, k, v, values=(causal, first_key if causal else 0))
     if rule.window and first_key > query.shape[0] - 1 - rule.window:
