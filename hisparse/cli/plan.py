@@ -50,8 +50,6 @@ def add_parser(commands: Any) -> None:
     text = "size of the weights (computed from the configuration)"
     add("--weights", string, text, metavar="SIZE")
     add("--tp", number, "GPUs that divide a layer, on one node", 1)
-    add("--pp", number, "parts that divide the layers, each --tp", 1)
-    add("--dp", number, "replicas, all on that node", 1)
     add("--gpu", string, f"GPU of the time estimate: {', '.join(GPUS)}", "h100")
     add("--batch", numbers, "requests that run at once, in the estimate", [1, 8])
     text = "fractions of the selected pages that are on the device"

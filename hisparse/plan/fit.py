@@ -1,7 +1,7 @@
-"""How many requests fit a replica, dense and with hisparse, by the server's sizing formula."""
+"""How many requests fit a server, dense and with hisparse, by its sizing formula."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hisparse.algorithms import entry_bytes
@@ -11,7 +11,7 @@ from hisparse.engine.build import choose_selection, resolve
 from hisparse.engine.capabilities import check_dense_layers, stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.costs import Resources
-from hisparse.memory.sizing import Sizing, SizingLimit, resize, size
+from hisparse.memory.sizing import Sizing, SizingLimit, size
 from hisparse.types import KVSpec
 from hisparse.units import MemorySize, format_bytes, resolve_memory
 
@@ -34,9 +34,6 @@ class Machine:
         weight_bytes: size of the model's weights, summed over the ranks.
         mem_fraction: fraction of a GPU for weights and KV cache (``--mem-fraction-static``); the
             rest is for activations and CUDA graphs.
-        dp: number of replicas, all on that node.
-        stages: layers of each rank of a pipeline, all on that node; each has ``tp`` GPUs. Empty: a
-            GPU has all layers.
         state_bytes: device memory of one state of a hybrid's other layers, on one GPU; 0: there are
             no such layers.
     """
@@ -46,19 +43,16 @@ class Machine:
     tp: int
     weight_bytes: int
     mem_fraction: float
-    dp: int = 1
-    stages: tuple[int, ...] = ()
     state_bytes: int = 0
 
     @property
     def rank_weight_bytes(self) -> int:
-        """Weights of the fullest GPU, in proportion to its layers."""
-        most, layers = max(self.stages, default=1), sum(self.stages) or 1
-        return -(-self.weight_bytes * most // (layers * self.tp))
+        """Weights of a GPU."""
+        return -(-self.weight_bytes // self.tp)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that one GPU has for its KV cache: what SGLang profiles, the least of all GPUs."""
+        """Bytes that one GPU has for its KV cache: what SGLang profiles."""
         return int(self.device_bytes * self.mem_fraction) - self.rank_weight_bytes
 
     def cache_bytes_beside(self, requests: int) -> int:
@@ -68,15 +62,14 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """How many requests of one length fit a replica.
+    """How many requests of one length fit a server.
 
     Attributes:
         config: the settings.
-        host_memory: the setting ``host_memory`` to start with, of all replicas.
+        host_memory: the setting ``host_memory`` to start with.
         context: tokens of a request, prompt and answer.
-        spec: the model's shape on one rank, with the layers of all ranks of a pipeline.
-        num_layers: layers of the rank with the most.
-        sizing: that rank's sizing for ``max_requests``, as the server's; None if not even one
+        spec: the model's shape on one rank.
+        sizing: the rank's sizing for ``max_requests``, as the server's; None if not even one
             request with ``device_buffer_size`` tokens on the device fits.
         max_requests: requests at once with hisparse.
         dense_max_requests: requests at once with the whole KV cache on the device.
@@ -89,7 +82,6 @@ class Capacity:
     host_memory: MemorySize
     context: int
     spec: KVSpec
-    num_layers: int
     sizing: Sizing | None
     max_requests: int
     dense_max_requests: int
@@ -100,7 +92,7 @@ class Capacity:
     @property
     def token_bytes(self) -> int:
         """K and V of a token on one GPU."""
-        return self.num_layers * format_of(self.spec).layer_token_bytes
+        return self.spec.num_layers * format_of(self.spec).layer_token_bytes
 
     @property
     def host_bytes_per_request(self) -> int:
@@ -139,7 +131,7 @@ class Capacity:
 
 
 def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) -> Capacity:
-    """The most requests of ``context`` tokens that a replica with these settings runs at once.
+    """The most requests of ``context`` tokens that a server with these settings runs at once.
 
     ``host_memory`` is lowered if representations of a larger host pool would displace requests.
 
@@ -152,27 +144,25 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
             f"--device-memory: got {format_bytes(machine.device_bytes)}, of which "
             f"{machine.mem_fraction:g} is for weights and KV cache, but the weights alone take "
             f"{format_bytes(machine.rank_weight_bytes)} a GPU; expected more memory, or a larger "
-            "--tp or --pp"
+            "--tp"
         )
     spec, tokens = stored_spec(config, spec), _server_tokens(config, context)
-    host = resolve_memory(config.host_memory, machine.host_bytes, "host_memory")
-    pool = host // machine.dp // _MIB
+    pool = resolve_memory(config.host_memory, machine.host_bytes, "host_memory") // _MIB
     check_dense_layers(config, spec)
     requests, sizing = 0, None
     limit: SizingLimit = "device_memory"
     try:
-        stages = tuple(_stages(config, spec, machine, context, pool))
-        requests, sizing, limit, pool = _find_most(stages, config, tokens, pool)
+        rank = _Rank(config, spec, machine, context, pool)
+        requests, sizing, limit, pool = _find_most(rank, config, tokens, pool)
         message = "" if requests else f"one request does not fit: {sizing.describe()}"
     except CapacityError as error:
         message = str(error)
         limit = "host_memory" if message.startswith("host_memory") else "device_memory"
     return Capacity(
         config=config,
-        host_memory=f"{max(1, pool) * machine.dp}MiB",
+        host_memory=f"{max(1, pool)}MiB",
         context=context,
         spec=spec,
-        num_layers=max(machine.stages, default=spec.num_layers),
         sizing=sizing,
         max_requests=requests,
         dense_max_requests=_dense_requests(config, spec, machine, tokens),
@@ -192,7 +182,6 @@ def _dense_requests(config: HiSparseConfig, spec: KVSpec, machine: Machine, toke
 
     Index keys are counted as the algorithm keeps them.
     """
-    spec = _spec_of_layers(spec, 0, max(machine.stages, default=spec.num_layers))
     request_bytes = format_of(spec).dense_token_bytes * tokens
     if spec.index_head_dim:
         algorithm, policy, _ = choose_selection(config, spec, spec.head_dim**-0.5)
@@ -202,33 +191,42 @@ def _dense_requests(config: HiSparseConfig, spec: KVSpec, machine: Machine, toke
     return max(0, device) // (request_bytes + STATES * machine.state_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """A rank of a pipeline, or the only one.
+class _Rank:
+    """A rank, of which all of a server are equal; ``first`` is sized for one request."""
 
-    Attributes:
-        first: sizing for one request and all of the host memory.
-        layers: layers of this rank.
-        node_layers: layers of all ranks of a replica, which divide host memory by them.
-        device_bytes: how much device memory hisparse may take beside so many requests' states.
-    """
+    def __init__(
+        self, config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int, pool_mib: int
+    ) -> None:
+        self._machine, self._device = machine, machine.cache_bytes
+        if config.device_memory is not None:
+            most = resolve_memory(config.device_memory, self._device, "device_memory")
+            self._device = min(self._device, most)
+        resources = Resources(
+            host_bytes=pool_mib * _MIB // machine.tp,
+            device_bytes=self._device_bytes(1),
+            context_length=context,
+            max_requests=1,
+            device_type="cuda",
+            node_ranks=machine.tp,
+            chunk_tokens=_CHUNK_TOKENS,
+        )
+        self.first = resolve(config, spec, spec.head_dim**-0.5, resources).sizing
 
-    first: Sizing
-    layers: int
-    node_layers: int
-    device_bytes: Callable[[int], int]
+    def _device_bytes(self, requests: int) -> int:
+        """Device memory that hisparse may take beside so many requests' states."""
+        return min(self._device, self._machine.cache_bytes_beside(requests))
 
     def least_pool(self, tokens: int) -> int:
         """MiB of host memory for the K and V of tokens and the padding page, all ranks."""
         request = self.first.request
         need = (tokens + request.page_size) * request.kv_token_bytes
-        return -(-need * self.node_layers // (self.layers * _MIB))
+        return -(-need * self._machine.tp // _MIB)
 
     def sized(self, requests: int, pool_mib: int) -> Sizing:
         """The sizing for so many requests."""
-        host_bytes = pool_mib * _MIB * self.layers // self.node_layers
+        host_bytes = pool_mib * _MIB // self._machine.tp
         request = replace(self.first.request, max_requests=requests, host_bytes=host_bytes)
-        return size(replace(request, device_bytes=self.device_bytes(requests)))
+        return size(replace(request, device_bytes=self._device_bytes(requests)))
 
     def fits(self, requests: int, tokens: int, page: int, pool_mib: int) -> bool:
         """Whether so many requests and tokens fit, in whole pages of SGLang."""
@@ -239,85 +237,39 @@ class _Stage:
         return sizing.max_requests >= requests and sizing.kv_tokens // page * page >= tokens
 
 
-def _stages(
-    config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int, pool_mib: int
-) -> Iterator[_Stage]:
-    """The ranks of a pipeline, each sized for one request and all of the host memory."""
-    device, first = machine.cache_bytes, 0
-    if config.device_memory is not None:
-        device = min(device, resolve_memory(config.device_memory, device, "device_memory"))
-
-    def device_bytes(requests: int) -> int:
-        return min(device, machine.cache_bytes_beside(requests))
-
-    for layers in machine.stages or (spec.num_layers,):
-        node_layers = spec.num_layers * machine.tp
-        resources = Resources(
-            host_bytes=pool_mib * _MIB * layers // node_layers,
-            device_bytes=device_bytes(1),
-            context_length=context,
-            max_requests=1,
-            device_type="cuda",
-            node_ranks=machine.tp,
-            chunk_tokens=_CHUNK_TOKENS,
-        )
-        setup = resolve(
-            config,
-            _spec_of_layers(spec, first, layers),
-            spec.head_dim**-0.5,
-            resources,
-            range(first, first + layers),
-        )
-        yield _Stage(
-            first=setup.sizing, layers=layers, node_layers=node_layers, device_bytes=device_bytes
-        )
-        first += layers
-
-
 def _find_most(
-    stages: Sequence[_Stage], config: HiSparseConfig, tokens: int, pool_mib: int
+    rank: _Rank, config: HiSparseConfig, tokens: int, pool_mib: int
 ) -> tuple[int, Sizing, SizingLimit, int]:
     """Find the most requests, and then the largest host pool with which all of them still fit.
 
     Args:
-        stages: the ranks of a pipeline.
+        rank: a rank.
         config: the settings.
         tokens: tokens of one request, in whole pages of SGLang.
         pool_mib: MiB of host memory.
 
     Returns:
-        The most requests, the sizing of the rank with the most layers, what stops one more, and MiB
-        of host memory.
+        The most requests, the rank's sizing, what stops one more, and MiB of host memory.
     """
     page = config.server_page_size
 
-    def least_pool(requests: int) -> int:
-        return max(stage.least_pool(requests * tokens) for stage in stages)
-
     def fits(requests: int, mib: int) -> bool:
-        return all(stage.fits(requests, requests * tokens, page, mib) for stage in stages)
+        return rank.fits(requests, requests * tokens, page, mib)
 
     def possible(requests: int) -> bool:
-        least = least_pool(requests)
+        least = rank.least_pool(requests * tokens)
         return least <= pool_mib and fits(requests, least)
 
-    for stage in stages:
-        if not stage.fits(1, tokens, page, pool_mib):
-            return 0, stage.first, stage.first.limit, pool_mib
-    token_bytes = sum(stage.first.request.kv_token_bytes for stage in stages)
-    bound = pool_mib * _MIB // (token_bytes * tokens) + 2
+    if not fits(1, pool_mib):
+        return 0, rank.first, rank.first.limit, pool_mib
+    bound = pool_mib * _MIB // (rank.first.request.kv_token_bytes * tokens) + 2
     requests = max(1, largest(possible, 1, bound))
     limit: SizingLimit = "device_memory"
-    if least_pool(requests + 1) > pool_mib:
+    if rank.least_pool((requests + 1) * tokens) > pool_mib:
         limit = "host_memory"
-    pool = largest(lambda mib: fits(requests, mib), least_pool(requests), pool_mib)
-    every = [stage.sized(requests, pool) for stage in stages]
-    fullest = max(every, key=lambda sizing: sizing.request.num_layers)
-    if len(every) > 1:
-        agreed = min(sizing.kv_tokens for sizing in every)
-        most = min(sizing.max_requests for sizing in every)
-        fullest = resize(fullest, kv_tokens=agreed, max_requests=most)
-    return requests, fullest, limit, pool
+    least = rank.least_pool(requests * tokens)
+    pool = largest(lambda mib: fits(requests, mib), least, pool_mib)
+    return requests, rank.sized(requests, pool), limit, pool
 
 
 def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
@@ -326,17 +278,3 @@ def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
     ``holds`` has to be true for ``least``, and false for all numbers above the result.
     """
     return least + bisect_left(range(least + 1, most + 1), True, key=lambda x: not holds(x))
-
-
-def divide_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
-    """The layers of each rank as SGLang divides them: the last ranks have the rest, one each."""
-    each, rest = divmod(num_layers, num_ranks)
-    return tuple(each + (rank >= num_ranks - rest) for rank in range(num_ranks))
-
-
-def _spec_of_layers(spec: KVSpec, first: int, num_layers: int) -> KVSpec:
-    """The shapes of ``num_layers`` layers from ``first`` on."""
-    windows = spec.windows[first : first + num_layers]
-    unindexed = tuple(x - first for x in spec.unindexed if first <= x < first + num_layers)
-    windows = windows if any(windows) else ()
-    return replace(spec, num_layers=num_layers, windows=windows, unindexed=unindexed)

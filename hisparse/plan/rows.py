@@ -15,7 +15,7 @@ from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.model_config import count_weight_bytes, text_config
 from hisparse.plan.estimate import GPUS, estimate_token
-from hisparse.plan.fit import STATES, Capacity, Machine, divide_layers, fit
+from hisparse.plan.fit import STATES, Capacity, Machine, fit
 from hisparse.plan.shapes import shape_per_rank, state_bytes
 from hisparse.sglang import features
 from hisparse.sglang.features.base import Start
@@ -40,7 +40,6 @@ _STATES = (
     "with a radix cache; their time is left out."
 )
 _MISS = 'Times are of "miss": "transfer": no GPU has run "host" yet.'
-_PIPELINE = "Ranks of a pipeline follow each other; what they do for other requests is left out."
 
 
 def make_plan(asked: Namespace, model: Any, folder: str) -> tuple[dict[str, Any], Machine]:
@@ -66,13 +65,10 @@ def make_plan(asked: Namespace, model: Any, folder: str) -> tuple[dict[str, Any]
     assumptions = (
         *_ASSUMPTIONS,
         *((_MISS,) if any(x.config.miss == "host" for x in capacities) else ()),
-        *((_PIPELINE,) if machine.stages else ()),
         *((_STATES,) if machine.state_bytes else ()),
     )
     sizes = {
         "tp": machine.tp,
-        "pp": max(1, len(machine.stages)),
-        "dp": machine.dp,
         "device_memory_bytes": machine.device_bytes,
         "host_memory_bytes": machine.host_bytes,
         "weight_bytes": machine.weight_bytes,
@@ -89,10 +85,6 @@ def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
         ConfigError: an argument is wrong, or the server would refuse a configuration.
     """
     shape = shape_per_rank(model, 1, asked.tp)
-    if asked.pp > shape.num_layers:
-        raise ConfigError(
-            f"--pp: got {asked.pp}, expected at most {shape.num_layers}, the model's layers"
-        )
     contexts = _contexts(asked.context, model)
     machine = Machine(
         device_bytes=_device_bytes(asked.device_memory),
@@ -100,8 +92,6 @@ def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
         tp=asked.tp,
         weight_bytes=_size("--weights", asked.weights) or count_weight_bytes(model, shape.dtype),
         mem_fraction=_MEM_FRACTION,
-        dp=asked.dp,
-        stages=divide_layers(shape.num_layers, asked.pp) if asked.pp > 1 else (),
         state_bytes=state_bytes(model, asked.tp),
     )
     kind, trained = features.trained_indexer(text_config(model))
@@ -111,7 +101,7 @@ def _fit_all(asked: Namespace, model: Any) -> tuple[list[Capacity], Machine]:
         _check_served(config, asked, model.model_type if machine.state_bytes else "")
         check_indexer(model.model_type, config, kind.feature if kind else "")
         if trained:
-            check_trained(model.model_type, config, trained, asked.pp)
+            check_trained(model.model_type, config, trained, pp_size=1)
         spec = shape_per_rank(model, config.page_size, asked.tp)
         capacities += [fit(config, spec, machine, context) for context in contexts]
     return capacities, machine
@@ -127,8 +117,8 @@ def _check_served(config: HiSparseConfig, asked: Namespace, hybrid: str) -> None
     """
     flags = SimpleNamespace(
         tp_size=asked.tp,
-        dp_size=asked.dp,
-        pp_size=asked.pp,
+        dp_size=1,
+        pp_size=1,
         attn_dp_size=1,
         enable_dp_attention=False,
         enable_unified_cache_external_linker=False,
@@ -246,8 +236,6 @@ def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
     settings = {k: v for k, v in chosen.items() if v != default[k]}
     words = ["python", "-m", "sglang.launch_server", "--model-path", folder]
     words += ["--tp", str(machine.tp)] if machine.tp > 1 else []
-    words += ["--pp-size", str(len(machine.stages))] if machine.stages else []
-    words += ["--dp-size", str(machine.dp)] if machine.dp > 1 else []
     words += ["--context-length", str(capacity.context)]
     words += ["--mem-fraction-static", f"{machine.mem_fraction:g}"]
     words += ["--max-running-requests", str(capacity.max_requests)]
@@ -259,13 +247,9 @@ def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
 
 def explain(rows: Sequence[dict[str, Any]], machine: Machine) -> str:
     """What the columns of the table mean, with sizes of this machine and model."""
-    count = machine.tp * max(1, len(machine.stages))
-    gpus = f"each of {count} GPUs" if count > 1 else "a GPU"
-    if machine.stages:
-        gpus += f" (with {max(machine.stages)} layers, the most of a rank)"
-    where = f" in each of {machine.dp} replicas" if machine.dp > 1 else ""
+    gpus = f"each of {machine.tp} GPUs" if machine.tp > 1 else "a GPU"
     return (
-        f"dense, hisparse: requests that run at once{where}. device, host: bytes that one takes "
+        "dense, hisparse: requests that run at once. device, host: bytes that one takes "
         f"with hisparse, on {gpus} of {format_bytes(machine.device_bytes)} and in host memory. "
         "limit: the memory that is too small for one more request. K and V of a token take "
         f"{format_bytes(rows[0]['bytes_per_token'])}, all weights "

@@ -30,7 +30,6 @@ QWEN4 = Qwen4ExpTextConfig(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (["--pp", "2"], "--pp-size 2 is given, and qwen4_exp_text has layers of linear attention"),
         (["--config", '{"algorithm": "qsa", "page_size": 4, "dense_layers": [3]}'],
          "dense_layers: got [3] in the plan of qwen4_exp_text"),
         (["--config", '{"algorithm": "qsa"}'],

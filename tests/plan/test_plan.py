@@ -227,41 +227,6 @@ def test_eight_bits_hold_nearly_twice_the_tokens(planned: Planned) -> None:
     assert config.kv_cache_dtype == "fp8_e4m3"
 
 
-def test_replicas_divide_the_host_memory_of_the_command(planned: Planned) -> None:
-    line = ["--context", "4096", "--budget", "256", "--tp", "2"]
-    one, four = planned(*line), planned(*line, "--dp", "4")
-    assert (one["dp"], four["dp"]) == (1, 4)
-    assert "--dp-size" not in one["command"]
-    assert "--tp 2 --dp-size 4 " in four["command"]
-    assert four["hisparse"]["kv_tokens"] == pytest.approx(
-        one["hisparse"]["kv_tokens"] / 4, rel=0.01
-    )
-
-
-def test_a_pipeline_holds_more_of_the_same_memory(planned: Planned) -> None:
-    """Each GPU has one of two layers, so a token takes half of the bytes there."""
-    line = ["--context", "4096", "--budget", "256"]
-    one, two = planned(*line), planned(*line, "--pp", "2")
-    assert (one["pp"], two["pp"]) == (1, 2)
-    assert "--pp-size" not in one["command"]
-    assert " --pp-size 2 --context-length" in two["command"]
-    assert 2 * two["bytes_per_token"] == one["bytes_per_token"]
-    ours = two["hisparse"]
-    assert 2 * ours["host_bytes_per_request"] == one["hisparse"]["host_bytes_per_request"]
-    assert ours["max_requests"] > one["hisparse"]["max_requests"]
-    assert two["dense"]["max_requests"] >= 2 * one["dense"]["max_requests"]
-    assert len(two["estimate"]["assumptions"]) == len(one["estimate"]["assumptions"]) + 1
-    assert two["estimates"] == one["estimates"], "a token passes all layers"
-
-
-def test_what_the_server_refuses_with_a_pipeline_is_not_planned(
-    model: str, command: Command
-) -> None:
-    line = ["--context", "2048", "--pp", "2", "--config", '{"reuse_layers": 2, "budget": 256}']
-    said = command.refused("plan", "--model", model, *MEMORY, *line)
-    assert "does not go with reuse_layers: 2" in said
-
-
 def test_json(planned: Planned) -> None:
     line = ["--context", "2048,4096", "--algorithm", "quest,sketch"]
     found = planned(*line, "--budget", "256,512")
@@ -339,9 +304,11 @@ def test_layers_that_share_a_selection_are_planned_together(
     line = ["--model", str(tmp_path), *MEMORY, "--weights", "100MiB"]
     assert command.json("plan", *line)["hisparse"]["device_bytes_per_token"] < 2 * 132
     dense = ["--config", '{"algorithm": "dsa", "page_size": 1, "dense_layers": [1]}']
-    for flags, got in ((["--pp", "2"], "--pp-size 2"), (dense, "dense_layers: [1]")):
-        message = command.refused("plan", *line, *flags)
-        assert f"{got} is given, and layers of glm_moe_dsa attend what others selected" in message
+    message = command.refused("plan", *line, *dense)
+    assert (
+        "dense_layers: [1] is given, and layers of glm_moe_dsa attend what others selected"
+        in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -368,9 +335,6 @@ def test_an_algorithm_that_the_server_would_refuse(
         (["--device-memory", "24"], "--device-memory: got '24', expected a size such as '64GiB'"),
         (["--context", "8192"], "--context: got 8192, expected at most 4096"),
         (["--tp", "0"], "--tp: got '0', expected a number of at least 1"),
-        (["--dp", "0"], "--dp: got '0', expected a number of at least 1"),
-        (["--pp", "0"], "--pp: got '0', expected a number of at least 1"),
-        (["--pp", "3"], "--pp: got 3, expected at most 2, the model's layers"),
         (["--algorithm", "dsa"], "asks the model's indexer, which llama does not have"),
         (["--algorithm", "quset"], "did you mean 'quest'"),
         (["--budget", "100"], "budget: got 100, expected a multiple of page_size"),

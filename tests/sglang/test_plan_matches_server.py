@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -22,8 +21,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine import capabilities
 from hisparse.engine.build import kept_tensors
 from hisparse.memory.costs import host_token_bytes
-from hisparse.memory.sizing import Sizing, resize
-from hisparse.plan.fit import Machine, divide_layers, fit
+from hisparse.plan.fit import Machine, fit
 from hisparse.plan.shapes import shape_per_rank, state_bytes
 from hisparse.sglang import features, hooks, ranks, session, setup
 
@@ -37,10 +35,10 @@ CONFIG = LlamaConfig(
 )
 
 
-def loaded(tp: int, numbers: Sequence[int] = range(4)) -> torch.nn.Module:
+def loaded(tp: int) -> torch.nn.Module:
     """The attention layers of ``CONFIG`` on one rank, as SGLang creates them."""
     layers = [
-        RadixAttention(16 // tp, 64, 0.125, num_kv_heads=4 // tp, layer_id=i) for i in numbers
+        RadixAttention(16 // tp, 64, 0.125, num_kv_heads=4 // tp, layer_id=i) for i in range(4)
     ]
     return torch.nn.ModuleList(layers)
 
@@ -84,7 +82,7 @@ def serve(of: Machine, model: torch.nn.Module, config: HiSparseConfig, host_memo
 def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: int) -> None:
     """The last rank of ``machine.tp``, on a machine with the memory of ``machine``."""
     published = {
-        "get_parallel": SimpleNamespace(num_dp_ranks=machine.dp, attn_dp_size=1, pp_size=1),
+        "get_parallel": SimpleNamespace(num_dp_ranks=1, attn_dp_size=1, pp_size=1),
         "get_schedule": SimpleNamespace(max_running_requests=max_requests),
     }
     for name, found in published.items():
@@ -150,54 +148,6 @@ def test_without_cuda_kernels_one_line_says_why_no_step_is_captured(
     assert session.require_session().setup.sizing.device["captured steps"] == 0
     expected = "decode steps are not captured in CUDA graphs: there are no CUDA kernels (no nvcc"
     assert caplog.text.count(expected) == 1
-
-
-def test_replicas_divide_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has made bytes of a fraction before the first of them took its part."""
-    config, shape = HiSparseConfig(algorithm="quest", budget=1024), shape_per_rank(CONFIG, 16, 2)
-    whole = machine(40, 64, tp=2, dp=4)
-    planned = fit(config, shape, whole, 32768)
-    assert planned.sizing == fit(config, shape, machine(40, 16, tp=2), 32768).sizing
-    stand_in(monkeypatch, machine(40, 20, tp=2, dp=4), planned.max_requests)
-    mib = int(str(planned.host_memory).removesuffix("MiB"))
-    serve(whole, loaded(2), config, mib * 2**20)
-    assert session.require_session().setup.sizing == planned.sizing
-
-
-@pytest.mark.parametrize("host_gib", [2, 64], ids=["host", "device"])
-def test_a_pipeline_divides_layers_and_host_memory(
-    host_gib: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks agree on what the tightest of them holds, which is what is planned."""
-    stages, tp = divide_layers(4, 3), 2
-    assert stages == (1, 1, 2)
-    here = machine(4, host_gib, tp=tp, stages=stages)
-    assert here.cache_bytes == int(4 * GIB * 0.85) - GIB // 4
-    config = HiSparseConfig(algorithm="quest", budget=1024, dense_layers=(2,))
-    planned = fit(config, shape_per_rank(CONFIG, 16, tp), here, 32768)
-    assert planned.sizing is not None and planned.limit in ("host_memory", "device_memory")
-
-    stand_in(monkeypatch, here, planned.max_requests)
-    runtime_context.get_parallel().pp_size = len(stages)
-    monkeypatch.setattr(
-        ranks, "layers_of_ranks", lambda layers: [n for n in stages for _ in range(tp)]
-    )
-    every = SimpleNamespace(world_size=tp * len(stages), rank_in_group=0)
-    served, first = list[Sizing](), 0
-    monkeypatch.setattr(parallel_state, "get_world_group", lambda: every)
-    for own in stages:
-        model = loaded(tp, range(first, first + own))
-        each = configurator(model, config, planned.host_memory)
-        each.layer_info = SimpleNamespace(start_layer=first)
-        each.model_config.num_hidden_layers = 4
-        hooks.around_profile_available_bytes(lambda *_: here.cache_bytes, each, 0)
-        served.append(session.require_session().setup.sizing)
-        first += own
-    tokens = min(sizing.kv_tokens for sizing in served)
-    requests = min(sizing.max_requests for sizing in served)
-    assert requests == planned.max_requests and tokens >= requests * 32768
-    assert planned.sizing == resize(served[-1], kv_tokens=tokens, max_requests=requests)
-    assert planned.host_bytes_per_token == 2 * 2 * 2 * 64 * 2
 
 
 #: 4 layers with latents of 512 and 64, and 16 query heads.
