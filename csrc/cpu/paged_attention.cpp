@@ -296,8 +296,10 @@ bool run(const AttentionParams& p) {
   for (int64_t row = 0; row < p.num_rows; ++row) {
     tokens += p.window > 0 ? std::min<int64_t>(p.window, p.seq_lens[row]) : p.seq_lens[row];
   }
-  const double work = tokens * p.queries * (p.keys.width + p.values.width);
-  parallel_for(tasks, num_threads(tasks, work / 40), [&](int64_t task) {
+  // Pages come from memory, at about 16 bytes a nanosecond, or products take longer.
+  const double numbers = tokens * p.heads * (p.keys.width + p.values.width);
+  const double work = numbers * std::max<double>(sizeof(typename T::Raw) / 16.0, group / 40.0);
+  parallel_for(tasks, num_threads(tasks, work), [&](int64_t task) {
     // Items are [row, split, head]; the output is [R, splits, Q, Dv].
     const int64_t row = task / p.heads / p.splits, split = task / p.heads % p.splits;
     float* to = out + task * group * p.values.width;
