@@ -92,6 +92,26 @@ def test_keys_win_over_tokens_which_the_server_hashes(client: Client, name: str)
     assert client.meta("getCacheLocation", instance_id=name, **short)["locations"] == []
 
 
+def test_requests_of_a_connector_for_vllm(client: Client, name: str) -> None:
+    """Tokens without keys, a mask of what the engine has, and a session that has no blocks to end.
+
+    Its last mask has a field that masks of flags do not have.
+    """
+    request = {"trace_id": "r", "instance_id": name, "token_ids": list(range(13))}
+    write = request | {"block_keys": [], "write_timeout_seconds": 30}
+    begun = client.meta("startWriteCache", **write)
+    client.finish(begun, [True] * 3, name)
+    masked = request | {"query_type": "QT_PREFIX_MATCH", "block_mask": {"offset": 1}}
+    assert uris(client.meta("getCacheLocation", **masked)) == uris(begun)[1:]
+    again = client.meta("startWriteCache", **write)
+    assert again["locations"] == [] and again["block_mask"] == {"offset": 3}
+    end = {
+        "write_session_id": again["write_session_id"],
+        "success_blocks": {"bool_masks": {"offset": 0}},
+    }
+    client.meta("finishWriteCache", trace_id="r", instance_id=name, **end)
+
+
 def test_the_hash_of_tokens_is_that_of_int64_in_c() -> None:
     """Numbers of a C++ program."""
     keys = [
