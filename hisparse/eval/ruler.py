@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, TypedDict
 
 import torch
@@ -312,8 +313,9 @@ class RulerEvaluation:
         kept = defaultdict[int, list[float]](list)
 
         def observe(_layer_id: int, _queries: Tensor, step: DecodeStep, chosen: Selection) -> None:
-            for slot, tokens in zip(step.slots.tolist(), kept_tokens(step, chosen), strict=True):
-                kept[slot].append(float(tokens.mean()))
+            means = kept_tokens(step, chosen).mean(1).tolist()
+            for slot, mean in zip(step.slots.tolist(), means, strict=True):
+                kept[slot].append(mean)
 
         def text(tokens: Sequence[int]) -> str:
             return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -327,18 +329,15 @@ class RulerEvaluation:
         ends = self._end_tokens()
         for number, slot, tokens in generate(self.model, read, rows, ended, observe):
             prompt, answer, means = prompts[number], text(tokens), kept.pop(slot, [])
-            yield (
-                prompt.name,
-                {
-                    "context": prompt.context,
-                    "task": prompt.task,
-                    "tokens": len(prompt.ids),
-                    "algorithm": method.config.algorithm,
-                    "score": score(prompt.task, answer, prompt.answers),
-                    "answer": answer,
-                    **({"kept_mean": sum(means) / len(means)} if means else {}),
-                },
-            )
+            record = {
+                "context": prompt.context,
+                "task": prompt.task,
+                "tokens": len(prompt.ids),
+                "algorithm": method.config.algorithm,
+                "score": score(prompt.task, answer, prompt.answers),
+                "answer": answer,
+            }
+            yield prompt.name, record | ({"kept_mean": fmean(means)} if means else {})
 
     def _end_tokens(self) -> set[int]:
         """Tokens that end an answer."""
