@@ -68,8 +68,8 @@ def check_own_selection(name: str, *configs: Any, served: frozenset[str] = froze
     if found := found - served:
         raise ConfigError(
             f"{name} was trained to select by itself what it attends ({', '.join(sorted(found))}); "
-            "expected attention over all tokens or a window, or in a server an indexer such as "
-            "that of DeepSeek-V3.2 (one key per token), Qwen4-Exp or MiniMax-M3"
+            "expected attention over all tokens or a window, or in a server an indexer that an "
+            "algorithm asks (hisparse algorithms)"
         )
 
 

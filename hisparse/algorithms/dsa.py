@@ -24,7 +24,7 @@ _KEY, _SCALE = "index_key", "index_scale"
 @register_algorithm("dsa")
 @dataclass(frozen=True, kw_only=True)
 class DSA(BaseSparseAlgorithm):
-    """Attends the tokens that the model's own indexer scores highest, as in the model's training.
+    """Attends the tokens that DeepSeek-V3.2's indexer scores highest, as in the model's training.
 
     A token's score is ``sum_h weights_h * relu(queries_h . key)`` (equation 1 of the paper). All
     heads share one selection; in prefill each query has its own. To attend as the model does, set

@@ -23,7 +23,7 @@ _PENDING, _POSITION = "pending_key", "pending_position"
 @register_algorithm("qsa")
 @dataclass(frozen=True, kw_only=True)
 class QSA(DSA):
-    """Attends the blocks that the model's own indexer scores highest, as in the model's training.
+    """Attends the blocks that Qwen4-Exp's indexer scores highest, as in the model's training.
 
     A block is a page. The scores are those of :class:`DSA`, with a key for each full page. Each
     query attends ``budget`` tokens of full pages and the tokens of the page that is not full.

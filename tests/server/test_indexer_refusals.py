@@ -34,7 +34,7 @@ def test_an_indexer_that_is_not_that_of_deepseek(
     (tmp_path / "config.json").write_text(json.dumps(config))
     message = refusal(model=tmp_path, config={"algorithm": "dsa", "page_size": 1})
     assert f"ForCausalLM was trained to select by itself what it attends ({field}); ex" in message
-    assert message.endswith("(one key per token), Qwen4-Exp or MiniMax-M3")
+    assert message.endswith("an indexer that an algorithm asks (hisparse algorithms)")
 
 
 def test_layers_that_attend_what_others_selected() -> None:
