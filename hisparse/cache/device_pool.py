@@ -1,5 +1,6 @@
 """The pages in device memory, and the tables that map each row to its pages."""
 
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
@@ -8,6 +9,26 @@ from torch import Tensor
 from hisparse.cache.formats import format_of
 from hisparse.kernels import RowState
 from hisparse.types import KVSpec, StoredKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSizes:
+    """Sizes of the allocations on the device.
+
+    Attributes:
+        num_slots: request slots, including slot 0 of the padding.
+        device_pages: device pages of each layer, including tail pages.
+        min_row_pages, max_row_pages: smallest and largest capacity of a row, in device pages.
+        context_pages: pages of the longest sequence.
+        staging_pages: pages of one staging tile.
+    """
+
+    num_slots: int
+    device_pages: int
+    min_row_pages: int
+    max_row_pages: int
+    context_pages: int
+    staging_pages: int
 
 
 class RowSnapshot(NamedTuple):
@@ -39,14 +60,12 @@ class DevicePool:
     Args:
         kv: shapes of the model.
         heads: H, rows per request; a device page holds all KV heads if it is 1, else one.
-        num_slots: request slots.
-        num_pages: N, pages of one layer, the rows' tail pages included.
-        max_row_pages: C, the most device slots that a row may have.
-        context_pages: pages of the longest sequence.
+        sizes: N is ``device_pages``, C ``max_row_pages``.
         device: device of the pages and tables.
 
     Attributes:
-        kv, heads, max_row_pages, device: as given.
+        kv, heads, device: as given.
+        max_row_pages: C.
         format: how K and V are stored.
         states: LRU tables of all layers.
         capacity: ``[slots * H] int32``, device slots of each state row.
@@ -55,43 +74,32 @@ class DevicePool:
         num_free: ``[L] int32``, entries of ``free_pages`` that are free.
     """
 
-    def __init__(
-        self,
-        kv: KVSpec,
-        *,
-        heads: int,
-        num_slots: int,
-        num_pages: int,
-        max_row_pages: int,
-        context_pages: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, kv: KVSpec, heads: int, sizes: PoolSizes, device: torch.device) -> None:
         self.kv = kv
         self.format = format_of(kv)
         self.heads = heads
         self.device = device
-        self.max_row_pages = max_row_pages
-        num_rows = num_slots * heads
-        layers, self._num_pages = kv.num_layers, num_pages
+        self.max_row_pages = sizes.max_row_pages
+        num_rows = sizes.num_slots * heads
+        layers, self._num_pages = kv.num_layers, sizes.device_pages
         self._stored_heads = kv.num_kv_heads if heads == 1 else 1
-        pools = self.format.new_pages((layers, num_pages), self._stored_heads, device)
+        pools = self.format.new_pages((layers, sizes.device_pages), self._stored_heads, device)
         self._layers = [self.format.join(layer) for layer in zip(*pools, strict=True)]
 
         def table(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        tables = (layers, num_rows, max_row_pages)
-        page_slots = None if device.type == "cpu" else table(layers, num_rows, context_pages)
+        tables = (layers, num_rows, sizes.max_row_pages)
+        page_slots = None if device.type == "cpu" else table(layers, num_rows, sizes.context_pages)
         self.states = RowState(table(*tables), table(*tables), table(*tables), page_slots)
         self._layer_states = [self.states.layer(layer) for layer in range(layers)]
         self.capacity = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        page_ids = torch.arange(num_pages, dtype=torch.int32, device=device)
+        page_ids = torch.arange(sizes.device_pages, dtype=torch.int32, device=device)
         self.tail_pages = page_ids[:num_rows].repeat(layers, 1)
-        self.free_pages = table(layers, num_pages - num_rows)
+        num_free = sizes.device_pages - num_rows
+        self.free_pages = table(layers, num_free)
         self.free_pages[:] = page_ids[num_rows:]
-        self.num_free = torch.full(
-            (layers,), num_pages - num_rows, dtype=torch.int32, device=device
-        )
+        self.num_free = torch.full((layers,), num_free, dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:

@@ -1,39 +1,17 @@
 """Manages every page: host pool, device pages, and the transfers between them."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from hisparse.cache.counters import Counters
-from hisparse.cache.device_pool import DevicePool
+from hisparse.cache.device_pool import DevicePool, PoolSizes
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import KVReadWrite
 from hisparse.cache.residency import Residency, RowCapacities
 from hisparse.cache.staging import Staging
 from hisparse.cache.streams import SideStream, make_stream
 from hisparse.cache.swap_in import SwapIn
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolSizes:
-    """Sizes of the allocations on the device.
-
-    Attributes:
-        num_slots: request slots, including slot 0 of the padding.
-        device_pages: device pages of each layer, including tail pages.
-        min_row_pages, max_row_pages: smallest and largest capacity of a row, in device pages.
-        context_pages: pages of the longest sequence.
-        staging_pages: pages of one staging tile.
-    """
-
-    num_slots: int
-    device_pages: int
-    min_row_pages: int
-    max_row_pages: int
-    context_pages: int
-    staging_pages: int
 
 
 class SparseKVCacheManager:
@@ -74,23 +52,8 @@ class SparseKVCacheManager:
         aside: SideStream | None = None,
     ) -> None:
         self.host = host
-        self.device = pool = DevicePool(
-            host.kv,
-            heads=heads,
-            num_slots=sizes.num_slots,
-            num_pages=sizes.device_pages,
-            max_row_pages=sizes.max_row_pages,
-            context_pages=sizes.context_pages,
-            device=device,
-        )
-        capacities = RowCapacities(
-            total_pages=pool.free_pages.shape[1],
-            rows_per_request=heads,
-            min_pages=sizes.min_row_pages,
-            max_pages=sizes.max_row_pages,
-            max_requests=sizes.num_slots - 1,
-            num_slots=sizes.num_slots,
-        )
+        self.device = pool = DevicePool(host.kv, heads, sizes, device)
+        capacities = RowCapacities(heads, sizes)
         self.counters, self.checked = counters, checked
         self.aside = make_stream(device) if aside is None else aside
         self.residency = Residency(pool, capacities, checked=checked)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.cache.device_pool import DevicePool
+from hisparse.cache.device_pool import DevicePool, PoolSizes
 from hisparse.errors import CapacityError
 from hisparse.kernels import drop_pages, rebalance, reset_rows, upload, verify_capacity
 
@@ -18,41 +18,29 @@ class RowCapacities:
     need more. Pages that no other request needs stay where they are.
 
     Args:
-        total_pages: device pages of one layer, tail pages not counted.
-        rows_per_request: H; each row of a request gets the request's capacity.
-        min_pages: smallest capacity of a live request.
-        max_pages: largest capacity (C).
-        max_requests: largest number of live requests.
-        num_slots: request slots.
+        heads: H; each row of a request gets the request's capacity.
+        sizes: of the device pages, of rows, and request slots; slot 0 has no live request.
 
     Attributes:
-        min_pages: see above.
+        min_pages: smallest capacity of a live request.
         live: ``[slots] bool``, slots of the requests that have begun and not ended.
         held: ``[slots]``, device pages that each row of a slot holds as of the last :meth:`fit`.
     """
 
-    def __init__(
-        self,
-        total_pages: int,
-        rows_per_request: int,
-        min_pages: int,
-        max_pages: int,
-        max_requests: int,
-        num_slots: int,
-    ) -> None:
-        if total_pages < max_requests * rows_per_request * min_pages:
+    def __init__(self, heads: int, sizes: PoolSizes) -> None:
+        least, most, num_slots = sizes.min_row_pages, sizes.max_row_pages, sizes.num_slots
+        total = sizes.device_pages - num_slots * heads  # Without tail pages.
+        if total < (num_slots - 1) * heads * least:
             raise CapacityError(
-                f"device pages: got {total_pages} per layer, expected at least max_requests "
-                f"({max_requests}) * rows_per_request ({rows_per_request}) * min_pages "
-                f"({min_pages})"
+                f"device pages: got {total} per layer, expected at least max_requests "
+                f"({num_slots - 1}) * rows of a request ({heads}) * min_row_pages ({least})"
             )
-        if max_pages < min_pages:
+        if most < least:
             raise CapacityError(
-                f"max_pages: got {max_pages}, expected at least min_pages ({min_pages})"
+                f"max_row_pages: got {most}, expected at least min_row_pages ({least})"
             )
-        self._rows = rows_per_request
-        self._pages = total_pages // rows_per_request
-        self.min_pages, self._max, self._max_requests = min_pages, max_pages, max_requests
+        self._rows, self._pages = heads, total // heads
+        self.min_pages, self._max, self._max_requests = least, most, num_slots - 1
         self.live = np.zeros(num_slots, dtype=bool)
         # The full pages of the context, and the largest need without a new division.
         self.held, self._needs, self._covered = np.zeros((3, num_slots), dtype=np.int64)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from hisparse.cache import PoolSizes
 from hisparse.cache.residency import RowCapacities
 from hisparse.errors import CapacityError
 
@@ -16,7 +17,15 @@ Changes = list[tuple[int, int]]
 def make(
     total: int = 400, *, rows: int = 2, low: int = 8, high: int = 150, n: int = 8
 ) -> RowCapacities:
-    return RowCapacities(total, rows, low, high, n, num_slots=8)
+    sizes = PoolSizes(
+        num_slots=n + 1,
+        device_pages=total + (n + 1) * rows,
+        min_row_pages=low,
+        max_row_pages=high,
+        context_pages=high,
+        staging_pages=1,
+    )
+    return RowCapacities(rows, sizes)
 
 
 def fit(capacities: RowCapacities, needs: dict[int, int]) -> Changes:
@@ -162,12 +171,12 @@ def test_slot_reused_before_the_next_plan_keeps_its_pages() -> None:
 def test_misuse() -> None:
     with pytest.raises(CapacityError, match=r"got 100 per layer, expected at least .*\(8\)"):
         make(100)
-    with pytest.raises(CapacityError, match=r"max_pages: got 7, expected at least min_pages \(8\)"):
+    with pytest.raises(CapacityError, match=r"got 7, expected at least min_row_pages \(8\)"):
         make(high=7)
     capacities = make(n=1)
     capacities.begin(0)
     capacities.begin(0)
     with pytest.raises(CapacityError, match=r"got 2 with request slot 1, .*max_requests \(1\)"):
         capacities.begin(1)
-    capacities.end(7)
+    capacities.end(1)
     assert fit(capacities, {0: 1}) == [(0, 16)]
