@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hisparse.kvcm.client import ManagerError
 from hisparse.kvcm.mooncake import Mooncake, MooncakeProcess
 from hisparse.storage.managed import ManagedStore, block_key
 from tests.kvcm.manager import Forker, Manager, group, wait_until
 from tests.kvcm.test_managed_store import NAMESPACE, SIZE, key, page
 from tests.server import mooncake_master
+from tests.sizes import sized
 
 
 def needs_mooncake(test: Any) -> Any:
@@ -29,6 +32,7 @@ def needs_mooncake(test: Any) -> Any:
 
 
 LENT = 64 << 20
+_NUM_PAGES = 100
 
 
 class Engine:
@@ -48,6 +52,10 @@ class Engine:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *numbers: self._pool.submit(_call, name, numbers).result(60)
 
+    def start(self, name: str, *numbers: int) -> Future[Any]:
+        """Call a function, and do not wait."""
+        return self._pool.submit(_call, name, numbers)
+
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         self._pool.shutdown()
@@ -65,6 +73,8 @@ def _call(name: str, numbers: tuple[Any, ...]) -> Any:
         if "client" not in _opened:
             _opened["client"] = Mooncake(_opened["spec"])
         return [_has(_opened["client"], uri) for uri in numbers]
+    if name == "write":
+        return _write_on(_opened["store"], *numbers)
     store, keys = _opened["store"], list(map(key, numbers))
     if name == "put":
         return store.put(NAMESPACE, keys, list(map(page, numbers)))
@@ -78,6 +88,20 @@ def _call(name: str, numbers: tuple[Any, ...]) -> Any:
     for number, ok, buffer in zip(numbers, found, buffers, strict=True):
         assert not ok or buffer == page(number), number
     return found
+
+
+def _write_on(store: ManagedStore, seed: int) -> set[int]:
+    """Write random pages until the manager is gone; those that it acknowledged."""
+    chance, acknowledged = random.Random(seed), set[int]()
+    try:
+        while True:
+            some = chance.sample(range(_NUM_PAGES), 5)
+            new = [x for x in some if store._places(NAMESPACE, [key(x)]) == [""]]
+            if new:
+                _call("put", tuple(new))
+            acknowledged |= {x for x in new if (NAMESPACE.key, key(x)) in store._seen}
+    except ManagerError:
+        return acknowledged
 
 
 def _has(client: Mooncake, uri: str) -> bool:
@@ -175,6 +199,44 @@ def test_a_writer_that_dies(manager: Manager, engines: Callable[..., Engine]) ->
     # It may be sent to the memory of the dead one first.
     wait_until(lambda: other.put(2) and other.get(2) == [True])
     assert other.get(1) == [None]
+
+
+@needs_mooncake
+def test_killed_in_the_middle_of_writes(
+    manager: Manager, engines: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """What is found is whole, and nothing that the manager acknowledged is lost."""
+    made = group("mooncake", storage_candidates=["mc"], version=2)
+    manager.http.admin("updateInstanceGroup", instance_group=made, current_version=1)
+    writers, acknowledged, most = [engines(), engines()], set[int](), 0
+    for run in range(sized(3, 30)):
+        begun = [x.start("write", 2 * run + i) for i, x in enumerate(writers)]
+        time.sleep(random.Random(run).uniform(0.05, 0.4))
+        manager.kill()
+        acknowledged = acknowledged.union(*(x.result(60) for x in begun))
+        manager.start()
+        wait_until(lambda: _answers(writers[0]))
+        found = [x for x in range(_NUM_PAGES) if writers[0].find(x)]
+        assert acknowledged <= set(found), (run, acknowledged - set(found))
+        writers[1].find(0)  # It asks for the places anew.
+        assert all(writers[1].get(*found)), run
+        most = max(most, len(found))
+        gone = found[::2]
+        numbers = [block_key(key(x)) for x in gone]
+        client = manager.http
+        client.meta("removeCache", instance_id=NAMESPACE.key, block_keys=numbers)
+        wait_until(lambda client=client, numbers=numbers: set(
+            client.states(numbers, NAMESPACE.key)) <= {"NOT_FOUND"})  # fmt: skip
+        acknowledged = set(found) - set(gone)
+    assert most > 10, "too little was written"
+
+
+def _answers(engine: Engine) -> bool:
+    try:
+        engine.find(1)
+    except ManagerError:
+        return False
+    return True
 
 
 @needs_mooncake
