@@ -1,0 +1,103 @@
+"""Which pages in range the sketches of ``dipr`` find, and the time to build them.
+
+``python -m scripts.range_recall MODEL CONTEXT`` prints JSON. A page is in range if it weighs at
+least a hundredth of the heaviest one. Queries are those of the last 512 tokens of the built-in
+texts, each query head alone; keys are those of the layers that attend the whole context.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hisparse.doctor import provenance
+from hisparse.eval.models import resolve
+from hisparse.eval.texts import TEXTS, read_text
+from hisparse.kernels import HostKeys, SketchLayout, key_score, page_sketch, sketch_score
+
+LAST, STRIDE, SIZE, ALPHA = 512, 16, 16, 0.01
+#: How many times as many pages sketches may choose as there are in range.
+TIMES = (1, 2, 4)
+
+
+def found_pages(exact: Tensor, estimated: Tensor) -> dict[str, Tensor]:
+    """Share of the pages in range that sketches rank high enough, ``[Hq]`` by allowed number.
+
+    ``exact [T, Hq, P]``, ``estimated [T, Hq, P]``, -inf beyond a query's pages.
+    """
+    in_range = exact >= exact.amax(-1, keepdim=True) + math.log(ALPHA)
+    count = in_range.sum(-1, keepdim=True)
+    order = estimated.argsort(-1, descending=True)
+    found = in_range.gather(-1, order).cumsum(-1)
+    shares = {"pages": count[..., 0].float().mean(0)}
+    for times in TIMES:
+        last = (count * times).clamp(max=exact.shape[-1]) - 1
+        shares[f"recall, {times} times as many"] = (found.gather(-1, last) / count)[..., 0].mean(0)
+    return shares
+
+
+def measured(query: Tensor, key: Tensor) -> dict[str, Tensor]:
+    """Figures of a layer, ``[Hq]`` or a number: ``query [T, Hq, D]``, ``key [N, Hkv, D]``."""
+    pages = key[: len(key) // SIZE * SIZE].unflatten(0, (-1, SIZE))
+    count, _, heads, dim = pages.shape
+    layout = SketchLayout(dim, SIZE, round(0.3125 * dim), False)
+    sketches = torch.zeros(count, heads, layout.num_bytes, dtype=torch.uint8)
+    start = time.process_time()
+    page_sketch(pages, sketches, torch.arange(count), layout)
+    spent = time.process_time() - start
+    numbers = ((torch.arange(len(query)) - len(query) + 1) * STRIDE + len(key) - 1) // SIZE
+    table = torch.arange(count, dtype=torch.int32).repeat(len(query), 1)
+    keys, scaled = HostKeys(pages.transpose(1, 2)), query.float() * dim**-0.5
+    exact = key_score(scaled, keys, table, numbers.int(), reduce="lse")
+    inputs = query, sketches, table, numbers.int(), layout
+    estimated = sketch_score(*inputs, scale=dim**-0.5)[0]
+    absent = torch.arange(count) >= numbers[:, None, None]
+    return found_pages(exact, estimated.masked_fill(absent, -math.inf)) | {
+        "build_s": torch.tensor(spent)
+    }
+
+
+def main(name: str, context: int) -> None:
+    """Print the result of a model."""
+    folder = resolve(name)
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    ids = AutoTokenizer.from_pretrained(folder)("\n\n".join(map(read_text, TEXTS))).input_ids
+    figures = defaultdict[str, list[Tensor]](list)
+    usual, ours = ALL_ATTENTION_FUNCTIONS["sdpa"], 0.0
+
+    def record(module: Any, query: Tensor, key: Tensor, *more: Any, **named: Any) -> Any:
+        nonlocal ours
+        start = time.process_time()
+        late = query[0, :, -LAST::STRIDE].transpose(0, 1).contiguous()
+        for what, found in measured(late, key[0].transpose(0, 1).contiguous()).items():
+            figures[what].append(found)
+        ours += time.process_time() - start
+        return usual(module, query, key, *more, **named)
+
+    ALL_ATTENTION_FUNCTIONS.register("record", record)
+    net.config._attn_implementation = "record"
+    start = time.process_time()
+    with torch.no_grad():
+        net(torch.tensor([ids[:context]]), logits_to_keep=1)
+    seconds = {"forward": time.process_time() - start - ours}
+    seconds["build"] = float(torch.stack(figures.pop("build_s")).sum())
+    rows = {}
+    for what, found in figures.items():
+        heads = torch.cat(found)
+        rows[what] = {"mean": float(heads.mean()), "least": float(heads.min())}
+    about = {"line": f"python -m scripts.range_recall {name} {context}", **provenance.origin()}
+    about |= {"model": name, "context": context, "queries": LAST // STRIDE, "processor_s": seconds}
+    print(json.dumps(about | {"heads": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
