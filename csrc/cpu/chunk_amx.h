@@ -50,7 +50,8 @@ struct MatrixProducts {
       config.palette = 1;
       std::fill_n(config.bytes, 8, uint16_t{64});
       std::fill_n(config.rows, 8, uint8_t{kSide});
-      _tile_loadconfig(&config);
+      // GCC's _tile_loadconfig names eight of these bytes as read.
+      asm volatile("ldtilecfg %0" ::"m"(config));
     }
     ~Session() { _tile_release(); }
     Session(const Session&) = delete;
@@ -91,6 +92,7 @@ struct MatrixProducts {
   static void score(const ChunkParams& p, const uint16_t* queries, const uint16_t* keys,
                     int64_t count, float* logits, Floats* tops) {
     const int64_t channels = columns(p.keys.width), bytes = 2 * channels;
+    finish_stores();
     for (int64_t t = 0; t < count; t += kStrip, keys += kStrip * channels) {
       zero_sums();
       for (int64_t d = 0; d < channels; d += kStrip) {
@@ -125,6 +127,7 @@ struct MatrixProducts {
         store(out + r * width + d, Float32::load(out + r * width + d) * factors[r]);
       }
     }
+    finish_stores();
     for (int64_t d = 0; d < width; d += kStrip, values += kStrip * kTile) {
       load_sums(out + d, width);
       for (int64_t t = 0; t < whole; t += kStrip) {
@@ -135,6 +138,9 @@ struct MatrixProducts {
   }
 
  private:
+  // GCC's _tile_loadd names no memory that it reads, so stores could come after it.
+  static HISPARSE_INLINE void finish_stores() { asm volatile("" ::: "memory"); }
+
   // Registers 0 to 3 hold the sums of 32 rows and 32 columns.
   static HISPARSE_INLINE void zero_sums() {
     _tile_zero(0);
