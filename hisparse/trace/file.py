@@ -312,7 +312,10 @@ class SelectionTrace:
         each = 2 + len(header.layers) * header.heads * header.max_pages
         while len(word := _read(file, 4)) == 4:
             if not (count := int.from_bytes(word, "little")):
-                found = self._read_object(file, "end", '{"dropped_steps": 0, ...}')
+                try:
+                    found = self._read_object(file, "end", '{"dropped_steps": 0, ...}')
+                except EOFError:
+                    return
                 self.end = from_options(TraceEnd, "trace", f"{self._name}: end", found)
                 return
             total += count * each

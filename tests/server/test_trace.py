@@ -33,7 +33,7 @@ def config(path: Path) -> dict[str, object]:
 
 
 def wait_for_steps(path: Path, count: int) -> None:
-    """Until the trace has so many steps: its thread writes once a second."""
+    """Until the trace has so many steps."""
     for _ in range(600):
         with suppress(ConfigError):
             if len(SelectionTrace(path).requests) >= count:

@@ -60,6 +60,11 @@ def test_a_file_that_ends_early_has_its_whole_steps(tmp_path: Path) -> None:
         ends.append(path.stat().st_size)
     writer.close()
     data = path.read_bytes()
+    for cut in range(ends[3] + 2, len(data)):
+        path.write_bytes(data[:cut])
+        trace = SelectionTrace(path)
+        assert trace.end is None or cut > len(data) - 9  # The checksum is cut.
+        assert trace.seq_lens.tolist() == [*range(200, 204)]
     for count in (1, 2, 3):
         for cut in (ends[count - 1], ends[count - 1] + 2, (ends[count - 1] + ends[count]) // 2):
             path.write_bytes(data[:cut])
