@@ -223,3 +223,12 @@ def test_where_the_cpu_would_be_faster_follows_from_the_loads() -> None:
             cells.append(f"{num_bytes / 1e3 / (us - 20):.0f}" if us > 20 else "never")
         lines.append(f"| {' | '.join(cells)} |")
     assert "\n".join(lines) in (ROOT / "docs/misses.md").read_text()
+
+
+def test_the_methods_of_the_manager_are_on_the_page_of_its_interface() -> None:
+    page = (ROOT / "docs/kvcm-reference.md").read_text()
+    proto = (ROOT / "hisparse/kvcm/kvcm.proto").read_text()
+    for service, body in re.findall(r"^service (\w+) \{(.*?)^\}", proto, re.M | re.S):
+        (listed,) = re.findall(rf"^\| {service} \| (.*) \|$", page, re.M)
+        methods = [name[0].lower() + name[1:] for name in re.findall(r"rpc (\w+)", body)]
+        assert re.findall(r"`(\w+)`", listed) == methods
