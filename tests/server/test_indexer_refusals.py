@@ -103,6 +103,10 @@ def test_a_model_whose_indexer_scores_blocks(
     resolve("--disable-radix-cache", model=model, config=served)
     warned = f"are (1024, 0, 0); {name} was trained with (2048, 0, 0)"
     assert warned in capfd.readouterr().err
+    model = tiny_model("qwen4_exp")
+    message = refused(QSA)
+    assert f"the indexer of {name}: fast_topk_v2 requires indexer_budget / indexer_c" in message
+    assert message.endswith("got 16; expected one that SGLang serves")
 
 
 def m3(**changes: Any) -> str:

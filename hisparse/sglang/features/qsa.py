@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hisparse.errors import ConfigError
 from hisparse.sglang.features.base import Feature, IndexerKind, Start, asks_indexer
-from hisparse.sglang.models import Trained, indexed_layers, rows_of_slice
+from hisparse.sglang.models import Trained, indexed_layers, name_of, rows_of_slice
 from hisparse.sglang.session import ServerSession, current_session
 from hisparse.types import BlockIndexerInputs, IndexerInputs
 
@@ -21,13 +21,17 @@ def _has_indexer(model_config: Any) -> bool:
 
     try:
         return bool(is_qwen_qsa(model_config.hf_config))
-    except ValueError:
-        return False  # Fields of another indexer, or some are missing.
+    except ValueError as error:
+        if _trained(model_config.hf_text_config) is None:
+            return False  # Fields of another indexer, or some are missing.
+        raise ConfigError(
+            f"the indexer of {name_of(model_config)}: {error}; expected one that SGLang serves"
+        ) from error
 
 
 def _trained(text: Any) -> Trained | None:
     budget = getattr(text, "indexer_budget", None)
-    if not budget:
+    if not budget or getattr(text, "indexer_compress_ratio", None) is None:
         return None
     settings = {"algorithm": "qsa", "page_size": text.indexer_compress_ratio, "budget": budget}
     return Trained(settings | {"num_sink_pages": 0, "num_recent_pages": 0}, text.indexer_head_dim)
