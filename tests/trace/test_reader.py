@@ -91,6 +91,7 @@ def test_a_changed_byte_is_found_or_changes_nothing(tmp_path: Path) -> None:
         (gzip.compress(json.dumps({"format": FORMAT}).encode()), "header.note: got nothing"),
         (gzip.compress(b"\xff"), "cannot be read: UnicodeDecodeError"),
     ],
+    ids=["empty", "earlier", "object", "header", "bytes"],  # A gzip has the time in it.
 )
 def test_other_files_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a"
