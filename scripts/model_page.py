@@ -48,7 +48,7 @@ layers, and warns of other sizes.
 
 For 8 prompts of 4 to 8 times the budget, tokens are those of transformers, in float32 with random
 weights; prefixes, aborts, retractions and two ranks included. All but Qwen4-Exp, a hybrid, were
-also tested with drafts, a store, prefill and decode servers, fp8 and, but for GLM-5, a pipeline.
+also tested with drafts, a store, prefill and decode servers and, but for GLM-5, fp8 and a pipeline.
 Trained weights, images, a GPU and MiniMax-M3's experts, which SGLang runs on GPUs only, have not
 run. Unlike in SGLang, `--qsa-indexer-dtype fp8_e4m3` gives keys a scale and rounds no queries.
 `HiSparseCache` refuses them.

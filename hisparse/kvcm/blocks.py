@@ -131,7 +131,8 @@ async def delete_due(state: State) -> None:
     """
     while state.late and state.late[0][0] <= time.time():
         _, storage, paths = state.late.popleft()
-        await asyncio.to_thread(storage.delete, paths)
+        if left := set(await asyncio.to_thread(storage.delete, paths)):
+            state.late.append((time.time() + _LATE_S, storage, left))
     while state.leaving and state.leaving[0][0] <= time.time():
         _, _, blocks = heapq.heappop(state.leaving)
         for at in range(0, len(blocks), AT_ONCE):

@@ -118,6 +118,7 @@ class Storage:
         self.failing = False
         self.is_probed = False  #: or it hangs
         self._process: MooncakeProcess | None = None
+        self._process_lock = threading.Lock()
         self._place: tuple[str, ...] = ()
         self.configure(config)
         self.worked = self.is_kept = worked
@@ -206,9 +207,10 @@ class Storage:
             self._mooncake().check()
 
     def _mooncake(self) -> MooncakeProcess:
-        if self._process is None:
-            self._process = MooncakeProcess(self.describe()["storage_spec"])
-        return self._process
+        with self._process_lock:
+            if self._process is None:
+                self._process = MooncakeProcess(self.describe()["storage_spec"])
+            return self._process
 
     def close(self) -> None:
         """Let go of a Mooncake until it is needed."""

@@ -54,7 +54,8 @@ def test_tokens_are_those_of_transformers(name: str, server: Server) -> None:
 
 
 def test_the_selection_matters(name: str) -> None:
-    dense = [greedy(attending_all(name), prompt, NEW_TOKENS) for prompt in PROMPTS[:3]]
+    model = attending_all(name)
+    dense = [greedy(model, prompt, NEW_TOKENS) for prompt in PROMPTS[:3]]
     assert dense != expected_tokens(name)[:3]
 
 

@@ -30,11 +30,12 @@ def _has_indexer(model_config: Any) -> bool:
 
 
 def _trained(text: Any) -> Trained | None:
-    budget = getattr(text, "indexer_budget", None)
-    if not budget or getattr(text, "indexer_compress_ratio", None) is None:
+    names = "indexer_budget", "indexer_compress_ratio", "indexer_head_dim"
+    budget, ratio, width = (getattr(text, name, None) for name in names)
+    if not budget or ratio is None or width is None:
         return None
-    settings = {"algorithm": "qsa", "page_size": text.indexer_compress_ratio, "budget": budget}
-    return Trained(settings | {"num_sink_pages": 0, "num_recent_pages": 0}, text.indexer_head_dim)
+    settings = {"algorithm": "qsa", "page_size": ratio, "budget": budget}
+    return Trained(settings | {"num_sink_pages": 0, "num_recent_pages": 0}, width)
 
 
 def around_parse_qsa_profile(original: Callable[..., Any], config: Any) -> Any:
