@@ -25,6 +25,7 @@ from hisparse.kvcm.startup import default_startup, load_startup
 from hisparse.kvcm.store import open_store
 from tests.command import Command
 from tests.kvcm.manager import ROOT, Manager
+from tests.sizes import SWEEPS
 
 #: As the file that upstream ships, with other numbers.
 _STARTUP: dict[str, Any] = {
@@ -165,6 +166,7 @@ def test_the_compose_file_starts_what_there_is() -> None:
 
 
 @pytest.mark.sweeps
+@pytest.mark.skipif(not SWEEPS, reason="takes a minute: make test-all PART=sweeps")
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server")
 def test_the_speed_is_measured() -> None:
     """Each match finds all that was written; figures are not judged."""
