@@ -6,6 +6,7 @@ Transformers itself is imported by the functions that need it.
 import copy
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -186,7 +187,14 @@ def read_model_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model)
+        try:
+            return AutoConfig.from_pretrained(model)
+        except ValueError as error:
+            if "does not recognize" not in str(error):
+                raise
+            # SGLang registers configurations of its own, such as MiniCPM's.
+            import_module("sglang.srt.utils.hf_transformers.common")
+            return AutoConfig.from_pretrained(model)
     except Exception as error:
         raise ConfigError(
             f"--model: got {model!r}, expected a folder or hub id with a configuration: "

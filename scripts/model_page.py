@@ -11,15 +11,13 @@ _OWN = "hisparse: error: "
 _INTRO = """\
 # Models
 
-After this page you know which model families hisparse serves from SGLang, and why not others:
-{served} of {count} are served, {refused} are refused with one line, and {broken} do not start on a
-CPU even without hisparse. `make test-all PART=models` serves them, and `scripts/model_table.py`
-makes this page; do not edit it.
+Of {count} of SGLang's model families, hisparse serves {served} and refuses {refused} with one line;
+{broken} do not start on a CPU even without it. `scripts/model_table.py` makes this page.
 
-Each family is a tiny random model, in float32 on a CPU. SGLang's `torch_native` and hisparse answer
-three prompts with a budget beyond their lengths; *equal* counts equal answers. Then hisparse
-answers three of {long_prompts} tokens with a budget of {budget}; the table says if
-log-probabilities were not finite. That shows nothing of [quality](quality.md).
+Each is a tiny random model, in float32 on a CPU. SGLang's `torch_native` and hisparse answer three
+prompts within the budget; *equal* counts equal answers. Then hisparse
+answers three of {long_prompts} tokens with a budget of {budget}. That shows nothing of
+[quality](quality.md).
 
 `torch_native` does not compute latents (MLA), sinks, caps of logits and EXAONE 4; such families are
 *not compared*. Tests compare all of these but DeepSeek-V3 with Hugging Face."""
@@ -33,8 +31,8 @@ window, with heads of one number and width.
 
 ## Models that select by themselves
 
-A model that was trained to attend what it selects is not served with another selection. hisparse
-serves three indexers. Bytes are of a token and layer, in bfloat16; launches of a captured layer:
+Models that were trained to attend what they select are served with that selection alone. Bytes are
+of a token and layer, in bfloat16; launches of a captured layer:
 
 | model | algorithm | host | device | launches |
 | --- | --- | --- | --- | --- |
@@ -42,32 +40,31 @@ serves three indexers. Bytes are of a token and layer, in bfloat16; launches of 
 | GLM-5's layers with a shared selection | | 1,152 | 0 | 5 |
 | Qwen4-Exp (QSA) | `qsa` | 2,048 | 64, and 1,120 for a request and layer | 16, and the model's |
 | MiniMax-M3 | `msa` | 2,048 | 256 | 10 |
+| MiniCPM (InfLLM-V2) | `infllm` | 1,024 | 64 | 28 |
 
-`hisparse plan` prints the settings of a model's training. The server refuses other pages and dense
-layers, and warns of other sizes.
+`hisparse plan` prints the settings of a model's training. The server refuses other pages, dense
+layers and means, and warns of other sizes.
 
 For 8 prompts of 4 to 8 times the budget, tokens are those of transformers, in float32 with random
-weights; prefixes, aborts, retractions and two ranks included. All but Qwen4-Exp, a hybrid, were
-also tested with drafts, a store, prefill and decode servers and, but for GLM-5, fp8 and a pipeline.
-Trained weights, images, a GPU and MiniMax-M3's experts, which SGLang runs on GPUs only, have not
-run. Unlike in SGLang, `--qsa-indexer-dtype fp8_e4m3` gives keys a scale and rounds no queries.
+weights; prefixes, aborts, retractions and two ranks included. DSA and MSA were also tested with
+drafts, a store, prefill and decode servers and, but for GLM-5, fp8 and a pipeline; MiniCPM refuses
+all but fp8, which did not run, and Lightning layers. Its reference is a Llama that selects by
+SGLang's code. Unlike there, each query compares itself with `dense_len`, a softmax is over the
+means themselves, and `--qsa-indexer-dtype fp8_e4m3` gives keys a scale and rounds no queries.
+Trained weights, images, a GPU and MiniMax-M3's experts, which need one, have not run.
 `HiSparseCache` refuses them.
 
-Others are refused before they load: GLM-5-Next, Qwen2.5-1M,
-Hunyuan V4, LongCat, and these, which would take
+Refused before they load: GLM-5-Next, Qwen2.5-1M, Hunyuan V4, LongCat, and these, which would take
 
-- MiniCPM (InfLLM-V2): scores by means of 32 keys, one every 16 tokens, which cross pages; dense
-  prompts below `dense_len`; states of Lightning layers.
-- DeepSeek-V4: in one layer a window and compressed K and V, one of 4 or 128 tokens, attended
-  together; a pool for each; states of unfinished blocks.
-- Qwen3-Next-DSA: a feature that finds it, for `dsa` over GQA. SGLang 0.5.23 has no such model.
+- DeepSeek-V4: a window and compressed K and V, one of 4 or 128 tokens, attended together; a pool
+  for each; states of unfinished blocks.
+- Qwen3-Next-DSA: a model in SGLang (0.5.23 has none) and a feature.
 
 ## Hybrids
 
-A hybrid mixes attention with linear attention, convolution or a state space model (Mamba). SGLang
-keeps the states of these layers on the device: `--max-mamba-cache-size` or
-`--mamba-full-memory-ratio` sets the size. `dense_layers` and the label `layer` number layers as the
-model does.
+Hybrids mix attention with linear attention, convolution or state space models (Mamba), whose states
+SGLang keeps on the device: `--max-mamba-cache-size` or `--mamba-full-memory-ratio` sets the size.
+`dense_layers` and the label `layer` number layers as the model does.
 
 Qwen3-Next, Kimi Linear and LFM2 give the tokens of transformers. On a CPU their other layers run in
 PyTorch (`cpu_standins/`). Some models, such as LFM2, need `--disable-radix-cache`.

@@ -112,7 +112,7 @@ class MSA(RankedPagesAlgorithm):
             scores = _best_of_prompt(queries, keys, table, before)
             forced = policy.forced_pages(before, len(table))
             chosen = select(scores, before, policy.select_rule, forced=forced)
-            parts.append(_tokens(chosen.pages, at, size))
+            parts.append(tokens_of(chosen.pages, at, size))
         return torch.cat(parts)
 
 
@@ -164,7 +164,7 @@ def _signed(queries: Tensor, signs: Tensor) -> IndexerInputs:
     return IndexerInputs(both, both[:, 0], signs.expand(len(both), 2))
 
 
-def _tokens(pages: Tensor, position: Tensor, size: int) -> Tensor:
+def tokens_of(pages: Tensor, position: Tensor, size: int) -> Tensor:
     """The tokens of chosen pages, and those of a query's own page up to its own.
 
     Args:

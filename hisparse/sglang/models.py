@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.sglang.install import BACKEND, BACKEND_FLAGS
@@ -232,7 +233,7 @@ def name_of(model_config: Any) -> str:
 
 
 def check_trained(name: str, config: HiSparseConfig, trained: Trained, pp_size: int) -> None:
-    """Require pages and layers of a model's indexer; warn of sizes that it was not trained with.
+    """Require pages, layers and options of a model's indexer; warn of other sizes.
 
     Args:
         name: of the model.
@@ -241,8 +242,8 @@ def check_trained(name: str, config: HiSparseConfig, trained: Trained, pp_size: 
         pp_size: ranks of a pipeline.
 
     Raises:
-        ConfigError: ``page_size`` or ``dense_layers`` are others, or layers share a selection,
-            which layers that are dense or of another rank would not get.
+        ConfigError: ``page_size``, ``dense_layers`` or an option of the algorithm are others, or
+            layers share a selection, which layers that are dense or of another rank would not get.
     """
     settings = trained.settings
     dense = list(config.dense_layers or ())
@@ -258,6 +259,10 @@ def check_trained(name: str, config: HiSparseConfig, trained: Trained, pp_size: 
             f"page_size: got {config.page_size}, expected {settings['page_size']}, the tokens that "
             f"{name}'s indexer scores together"
         )
+    algorithm = build_algorithm(config)
+    for option, expected in settings.get("algorithm_config", {}).items():
+        if (value := getattr(algorithm, option, expected)) != expected:
+            raise ConfigError(f"{option}: got {value}, expected {expected}, as {name} was trained")
     sizes = ("budget", "num_sink_pages", "num_recent_pages")
     got, expected = (tuple(values[x] for x in sizes) for values in (vars(config), settings))
     if got != expected:

@@ -143,7 +143,7 @@ def test_state_that_skips_layers_is_a_tensor() -> None:
         state[0]
 
 
-@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"dsa", "msa", "qsa"}))
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"dsa", "infllm", "msa", "qsa"}))
 def test_every_algorithm_selects_as_without_the_other_layers(algorithm: str) -> None:
     """Two layers among windows select what they select in a model of their own."""
     chosen = build_algorithm(HiSparseConfig(algorithm=algorithm))

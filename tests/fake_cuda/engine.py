@@ -48,11 +48,18 @@ QWEN4 = replace(
 )  # fmt: skip
 #: MiniMax-M3's heads, and its indexer's blocks and keys.
 MINIMAX = replace(LLAMA, num_q_heads=64, num_kv_heads=4, page_size=128, index_head_dim=128)
+#: MiniCPM4.1's heads and blocks.
+MINICPM = replace(LLAMA, num_q_heads=32, num_kv_heads=2, page_size=64, index_head_dim=128)
 MODELS = {"GQA": LLAMA, "MLA": MLA}
 #: By the indexer that an algorithm asks; "": none.
-KINDS = {"": tuple(MODELS), "dsa": ("MLA",), "qsa": ("Qwen4-Exp",), "msa": ("MiniMax-M3",)}
+KINDS = {
+    "": tuple(MODELS), "dsa": ("MLA",), "qsa": ("Qwen4-Exp",), "msa": ("MiniMax-M3",),
+    "infllm": ("MiniCPM",),
+}  # fmt: skip
 #: Compiled for, besides.
-MORE_MODELS = {"Gemma 2": GEMMA, "Qwen4-Exp": QWEN4, "MiniMax-M3": MINIMAX}
+MORE_MODELS = {
+    "Gemma 2": GEMMA, "Qwen4-Exp": QWEN4, "MiniMax-M3": MINIMAX, "MiniCPM": MINICPM
+}  # fmt: skip
 CONTEXT = 131072
 #: Hi of DeepSeek-V3.2.
 INDEXER_HEADS = 64
@@ -213,7 +220,8 @@ class FakeEngine:
             k = torch.empty(tokens, spec.num_kv_heads, spec.head_dim, **kind)
             v = format_of(spec).values_of(k, torch.empty_like(k))
             width = spec.index_head_dim
-            heads = spec.num_kv_heads if self.algorithm.indexer == "msa" else INDEXER_HEADS
+            of_model = {"msa": spec.num_kv_heads, "infllm": spec.num_q_heads}
+            heads = of_model.get(self.algorithm.indexer, INDEXER_HEADS)
             indexer = simulated_inputs(
                 torch.empty(tokens, heads, width, **kind),
                 torch.empty(tokens, width, **kind),

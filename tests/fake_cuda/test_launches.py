@@ -28,7 +28,7 @@ _SHORT = {"oracle": 4096, "snapkv": 4096, "topp": 4096}
 #: The most kernels that a selecting layer launches in an eager step that fills no tail page.
 EAGER_LAUNCHES = {
     "streaming": 5, "quest": 6, "sketch": 6, "dsa": 8, "dipr": 9, "oracle": 10, "snapkv": 11,
-    "msa": 9, "qsa": 9, "topp": 229,
+    "infllm": 27, "msa": 9, "qsa": 9, "topp": 229,
 }  # fmt: skip
 
 

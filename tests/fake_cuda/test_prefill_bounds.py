@@ -17,10 +17,10 @@ from tests.fake_cuda.test_launches import NAMES, algorithm_of, scope_of
 #: Tokens of the chunk and of the prefix, which is read in eight tiles.
 CHUNK, PREFIX = 2048, 8192
 #: The most kernels that a layer launches for the chunk; those of a tile are about 11.
-LAUNCHES = {"dsa": 240, "msa": 700, "qsa": 300, "snapkv": 230, "topp": 130}
+LAUNCHES = {"dsa": 240, "infllm": 1500, "msa": 700, "qsa": 300, "snapkv": 230, "topp": 130}
 USUAL_LAUNCHES = 115
 #: Query heads: those of the model, and fewer, where outputs do not hide what else is allocated.
-HEADS = {"GQA": 32, "MLA": 128, "Qwen4-Exp": 24, "MiniMax-M3": 64}
+HEADS = {"GQA": 32, "MLA": 128, "Qwen4-Exp": 24, "MiniMax-M3": 64, "MiniCPM": 32}
 FEW_HEADS = {"GQA": 8, "MLA": 16}
 
 

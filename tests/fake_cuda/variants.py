@@ -152,6 +152,7 @@ WHOLE = (
       for dtype in ("float8_e4m3fn", "bfloat16", "float32")),
     Setting(algorithm="qsa", kind="Qwen4-Exp", page_size=4),
     Setting(algorithm="msa", kind="MiniMax-M3", page_size=128, scope="kv_head", context=6144),
+    Setting(algorithm="infllm", kind="MiniCPM", page_size=64, scope="kv_head"),
     *(s for batch in (1, 32) for s in _models("sketch", 16, batch=batch, context=131072)),
     *_models("sketch", 16, extensions=("tail_estimate",)),
     *(s for rule in (_CAPPED, _WINDOW) for dtype in (torch.bfloat16, torch.float32) for s in

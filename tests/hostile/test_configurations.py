@@ -28,7 +28,7 @@ COUNT = 100_000 if PART == "hostile" else 1_000
 SENSIBLE: dict[str, tuple[Any, ...]] = {
     "algorithm": (
         *("sketch", "quest", "snapkv", "topp", "streaming", "oracle", "dipr"),
-        *("dsa", "msa", "qsa"),
+        *("dsa", "infllm", "msa", "qsa"),
     ),
     "algorithm_config": (
         {}, {"detail": 0.5}, {"economy": True}, {"ranges": 2}, {"summary_dtype": "float32"},

@@ -6,6 +6,7 @@ in PyTorch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import hybrids
+import torch
 from harness import Server
 from hugging_face import greedy, load
-from settings import CHECKED, DSA, MSA, MSA_FLAGS, QSA
+from settings import CHECKED, DSA, INFLLM, MSA, MSA_FLAGS, QSA
 from tiny_models import (
     HYBRID_LAYERS,
     INDEX_TOP_K,
@@ -25,7 +27,10 @@ from tiny_models import (
     QSA_BUDGET,
     tiny_model,
 )
+from transformers import LlamaForCausalLM
 from workload import tokens
+
+from tests.infllm import attend_as
 
 NEW_TOKENS = 24
 #: Tokens that each of the models selects.
@@ -80,6 +85,7 @@ KINDS = {
         flags=MSA_FLAGS,
         names={r"\.index_(\w+)\.": r".indexer.\1."},
     ),
+    "minicpm": Kind(config=CHECKED | INFLLM, selecting=LAYERS * KV_HEADS, sparse=LAYERS * KV_HEADS),
     "qwen4_exp": Kind(
         config=CHECKED | QSA,
         selecting=len(HYBRID_LAYERS),
@@ -104,11 +110,30 @@ def serve(log_dir: Path, name: str, case: str, *flags: str, **options: Any) -> S
 
 def transformers_model(name: str) -> Any:
     """The model of transformers, in float32."""
+    if name == "minicpm":
+        return _llama(attend_as(sparse_config()))
     return load(tiny_model(name), key_mapping=dict(KINDS[name].names) or None)
+
+
+def sparse_config() -> dict[str, int]:
+    """How the tiny MiniCPM selects."""
+    config = json.loads((tiny_model("minicpm") / "config.json").read_text())
+    found: dict[str, int] = config["sparse_config"]
+    return found
+
+
+def _llama(attention: str) -> Any:
+    """The tiny MiniCPM as a Llama with an attention function of transformers."""
+    model = LlamaForCausalLM.from_pretrained(
+        tiny_model("minicpm"), dtype=torch.float32, attn_implementation=attention
+    )
+    return model.eval()
 
 
 def attending_all(name: str) -> Any:
     """The same, with indexers that keep all tokens."""
+    if name == "minicpm":
+        return _llama("eager")
     net, sizes = transformers_model(name), ("index_topk", "topk_blocks", "block_topk")
     indexers = [m.indexer for m in net.modules() if getattr(m, "indexer", None) is not None]
     for indexer in indexers:

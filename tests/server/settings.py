@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tiny_models import INDEX_TOP_K, MSA_BLOCK, MSA_BUDGET, MSA_DENSE, MSA_FIELDS, QSA_BUDGET
+from tiny_models import (
+    INDEX_TOP_K,
+    INFLLM_BLOCK,
+    INFLLM_DENSE,
+    MSA_BLOCK,
+    MSA_BUDGET,
+    MSA_DENSE,
+    MSA_FIELDS,
+    QSA_BUDGET,
+)
 
 #: SGLang wants a CPU for each of two ranks, or to be told.
 TWO_RANKS = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
@@ -72,6 +81,20 @@ MSA: dict[str, Any] = DSA | {
     "budget": MSA_BUDGET,
     "device_buffer_size": 2 * MSA_BUDGET,
     "dense_layers": MSA_DENSE,
+}
+#: MiniCPM with the means and blocks of its training.
+INFLLM: dict[str, Any] = {
+    "algorithm": "infllm",
+    "algorithm_config": {
+        "blocks": INDEX_TOP_K // INFLLM_BLOCK,
+        "kernel_size": 8,
+        "kernel_stride": 4,
+    },
+    "page_size": INFLLM_BLOCK,
+    "num_sink_pages": 1,
+    "num_recent_pages": 1,
+    "budget": INFLLM_DENSE,
+    "device_buffer_size": INFLLM_DENSE,
 }
 #: What SGLang reads of the tiny model.
 MSA_FLAGS = ("--json-model-override-args", json.dumps(MSA_FIELDS))

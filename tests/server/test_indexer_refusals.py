@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from refusing import refusal, resolve
-from settings import MSA, MSA_FLAGS, QSA
+from settings import INFLLM, MSA, MSA_FLAGS, QSA
 from tiny_models import INDEX_TOP_K, MSA_FIELDS, tiny_model
 
 #: SGLang warns while it is imported.
@@ -129,3 +129,31 @@ def test_a_model_whose_indexer_scores_blocks_for_each_kv_head() -> None:
     message = m3(sparse_disable_index_value=[0, 0, 0])
     assert f"sparse_disable_index_value of {name}: got [0, 0, 0], expected [0, 1, 1]" in message
     assert f"sparse_local_block of {name}: got 0, expected at least 1" in m3(sparse_local_block=0)
+
+
+def test_a_model_that_selects_by_means_of_keys() -> None:
+    name, model = "MiniCPMSALAForCausalLM", tiny_model("minicpm")
+    resolved = resolve(model=model, config=INFLLM)
+    assert resolved.page_size % INFLLM["page_size"] == 0 and not resolved.disable_radix_cache
+    assert refusal(model=model).endswith("expected an algorithm that asks it: infllm")
+    message = refusal(model=model, config=INFLLM | {"page_size": 32})
+    assert f"page_size: got 32, expected 16, the tokens that {name}" in message
+    message = refusal(model=model, config=INFLLM | {"algorithm_config": {"blocks": 4}})
+    assert f"kernel_size: got 32, expected 8, as {name} was trained" in message
+    for flags in (NGRAM, PREFILL, DECODE, "--pp-size 2"):
+        message = refusal(*flags.split(), model=model, config=INFLLM)
+        assert "algorithm is infllm, which does not go with" in message and flags in message
+    message = refusal(model=model, config=INFLLM | STORE)
+    assert "algorithm is infllm, which does not go with storage yet; expected no st" in message
+    sparse = json.loads((model / "config.json").read_text())["sparse_config"]
+    for change, words in (
+        (
+            {"mixer_types": ["minicpm4", "lightning-attn", "minicpm4"]},
+            "has Lightning layers; expected mixer_types",
+        ),
+        ({"sparse_config": sparse | {"use_nope": True}}, "use_nope of"),
+        ({"sparse_config": sparse | {"window_size": 24}}, "window_size of"),
+    ):
+        fields = json.dumps(change)
+        message = refusal("--json-model-override-args", fields, model=model, config=INFLLM)
+        assert name in message and words in message

@@ -235,6 +235,24 @@ MSA_FIELDS = {
     },
 }
 
+#: Tokens of a block of the tiny MiniCPM, and those up to which it attends all.
+INFLLM_BLOCK, INFLLM_DENSE = 16, 128
+#: Without MiniCPM's own scales, which differ from these, it is a Llama that selects.
+_SHAPES["minicpm"] = _SHAPE | {
+    "scale_emb": 1,
+    "scale_depth": LAYERS**0.5,
+    "dim_model_base": 128,
+    "sparse_config": {
+        "kernel_size": 8,
+        "kernel_stride": 4,
+        "init_blocks": 1,
+        "block_size": INFLLM_BLOCK,
+        "window_size": INFLLM_BLOCK,
+        "topk": INDEX_TOP_K // INFLLM_BLOCK - 1,
+        "dense_len": INFLLM_DENSE,
+    },
+}
+
 #: Kind to its name in transformers.
 KINDS = {
     "llama": "Llama",
@@ -256,6 +274,11 @@ KINDS = {
     "lfm2": "Lfm2",
     "qwen4_exp": "Qwen4ExpText",
     "minimax_m3": "MiniMaxM3VLText",
+    "minicpm": "Llama",
+}
+#: What a configuration names itself, where transformers has no such model.
+_NAMES = {
+    "minicpm": {"architectures": ["MiniCPMSALAForCausalLM"], "model_type": "minicpm_sala"},
 }
 #: The same of the class with a head, where it has another name than the configuration.
 _HEADS = {"gemma3": "Gemma3", "qwen4_exp": "Qwen4Exp", "minimax_m3": "MiniMaxM3VL"}
@@ -294,6 +317,9 @@ def tiny_model(kind: str) -> Path:
             drop_layer_types(folder / "config.json")
         if kind == "qwen4_exp":
             _wrap_text_config(folder / "config.json")
+        if kind in _NAMES:
+            config_path = folder / "config.json"
+            config_path.write_text(json.dumps(json.loads(config_path.read_text()) | _NAMES[kind]))
         if kind in _WEIGHTS:
             _rename_weights(folder / "model.safetensors", *_WEIGHTS[kind])
     return folder
