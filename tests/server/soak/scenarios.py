@@ -11,9 +11,9 @@ import hybrids
 from adapters import ADAPTER_FLAGS, adapter_path
 from draft_models import noisy_model
 from hybrids import HYBRIDS
-from settings import DSA, MEMORY, MSA, MSA_FLAGS, QSA, ROOMY, SMALL_ROWS
+from settings import DSA, INFLLM, MEMORY, MSA, MSA_FLAGS, QSA, ROOMY, SMALL_ROWS
 from soak.stores import make_ledger
-from tiny_models import INDEX_TOP_K, KINDS, MSA_BUDGET, QSA_BUDGET, tiny_model
+from tiny_models import INDEX_TOP_K, INFLLM_DENSE, KINDS, MSA_BUDGET, QSA_BUDGET, tiny_model
 
 from hisparse.eval.models import fetch
 
@@ -221,6 +221,14 @@ SCENARIOS = (
         whole=True,
         config=MEMORY | MSA | {"max_row_capacity": 4 * MSA_BUDGET},
         flags=MSA_FLAGS,
+        retracts=True,
+        part=0.03,
+    ),
+    Scenario(
+        name="infllm, retractions",
+        model="minicpm",
+        whole=True,
+        config=MEMORY | INFLLM | {"max_row_capacity": 4 * INFLLM_DENSE},
         retracts=True,
         part=0.03,
     ),
