@@ -214,7 +214,8 @@ class Storage:
 
     def close(self) -> None:
         """Let go of a Mooncake until it is needed."""
-        process, self._process = self._process, None
+        with self._process_lock:
+            process, self._process = self._process, None
         if process is not None:
             threading.Thread(target=process.close, daemon=True).start()  # It may hang.
 
