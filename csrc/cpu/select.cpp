@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
-#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -24,10 +22,10 @@ struct SelectParams {
   int64_t* invalid_scores;   // [1], or null: selections with a score that is NaN or +inf
   int64_t batch, heads, width;
   int32_t out_heads, max_pages;
-  float mass, within;        // negative: the rule does not use it
+  float within;              // negative: the rule does not use it
   bool drop_last;            // the last page is ranked, but left out of the selection
 
-  bool varies() const { return mass >= 0 || within >= 0; }
+  bool varies() const { return within >= 0; }
 };
 
 constexpr float kLargest = std::numeric_limits<float>::max();
@@ -130,21 +128,8 @@ int32_t mark_forced(const bool* forced, int32_t count, float* scores) {
 // How many pages the rule asks for in addition to the forced ones, at most `most`.
 int32_t asked_for(const SelectParams& p, const float* scores, int32_t count, int32_t most) {
   if (!p.varies()) return most;
-  thread_local std::vector<float> ranked;
-  ranked.clear();
-  std::copy_if(scores, scores + count, std::back_inserter(ranked),
-               [](float score) { return score < INFINITY; });
-  if (p.within >= 0) {
-    const auto near = [&](float score) { return score >= -p.within; };
-    return std::min(most, static_cast<int32_t>(std::count_if(ranked.begin(), ranked.end(), near)));
-  }
-  double left_out = 0;
-  for (const float share : ranked) left_out += share;
-  const double spare = (1.0 - p.mass) * std::max<int64_t>(1, p.heads / p.out_heads);
-  std::partial_sort(ranked.begin(), ranked.begin() + most, ranked.end(), std::greater<float>());
-  int32_t needed = 0;
-  while (needed < most && left_out > spare) left_out -= ranked[needed++];
-  return needed;
+  const auto near = [&](float score) { return score >= -p.within && score < INFINITY; };
+  return std::min(most, static_cast<int32_t>(std::count_if(scores, scores + count, near)));
 }
 
 // How many of the ranks, whole vectors of them, are at least `least`.
@@ -253,7 +238,6 @@ void select(Arguments& in) {
   p.invalid_scores = in.data_or_null<int64_t>("invalid_scores");
   const TensorView pages = in.tensor();
   p.lengths = in.data<int32_t>("lengths");
-  p.mass = static_cast<float>(in.number<double>());
   p.within = static_cast<float>(in.number<double>());
   p.drop_last = in.number<bool>();
   p.scores = data_of<const float>(scores, "scores");

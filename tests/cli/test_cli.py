@@ -26,7 +26,7 @@ def test_algorithms_as_json(command: Command) -> None:
         "works with models that have an indexer only",
     ]
     assert found["snapkv"]["options"] == {"window": {"type": "int", "default": 32}}
-    assert found["topp"]["variable_lengths"]
+    assert found["dipr"]["variable_lengths"]
 
 
 def test_algorithms_fit_80_columns(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:

@@ -210,11 +210,11 @@ def test_speed_names_every_median_the_machine_and_the_commit(
 
 def test_speed_names_the_algorithm_and_the_kernels(reports: list[dict[str, Any]]) -> None:
     reports[0]["instruction_sets"] = {"kernels": "AVX2", "torch": "AVX2"}
-    reports[0]["cases"][0]["params"]["algorithm"] = "topp"
+    reports[0]["cases"][0]["params"]["algorithm"] = "dipr"
     figure = speed_figure(reports)
     assert ["; AVX2 kernels" in ax.get_title() for ax in figure.axes] == [True, *3 * [False]]
     names = {text.get_text() for ax in figure.axes for text in ax.get_yticklabels()}
-    assert "hisparse, topp" in names and len(names) == 4
+    assert "hisparse, dipr" in names and len(names) == 4
     del reports[0]["instruction_sets"]  # as in reports of before 2026-11
     assert "AVX2" not in speed_figure(reports).axes[0].get_title()
 

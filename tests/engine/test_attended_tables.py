@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hisparse.adapters import Attended, TableLimits, TorchAdapter
 from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
-from hisparse.algorithms.topp import TopP
 from hisparse.memory.costs import attended_tables
 from hisparse.testing import Simulator
 from hisparse.types import AttentionRule, PagedKV
@@ -44,7 +44,7 @@ def holds(table: TableLimits, call: _Call) -> bool:
     ("algorithm", "settings"),
     [
         pytest.param(Quest(), {}, id="sparse"),
-        pytest.param(TopP(), {}, id="variable-lengths"),
+        pytest.param(DIPR(), {}, id="variable-lengths"),
         pytest.param(Oracle(), {}, id="a-tail-that-is-ranked"),
         pytest.param(Quest(), {"min_sparse_context": 100}, id="dense-contexts"),
         pytest.param(Quest(), {"min_sparse_context": 60, "max_row": 64}, id="dense-in-their-rows"),

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 from hisparse.adapters import TorchAdapter
 from hisparse.algorithms import SelectionPolicy
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.quest import Quest
-from hisparse.algorithms.topp import TopP
 from hisparse.cache import SparseKVCacheManager
 from hisparse.cache.allocate import zeros
 from hisparse.cache.staging import Staging
@@ -50,7 +50,7 @@ SINKS = torch.linspace(-1, 3, 16).view(4, 4)
 STEPS = [
     pytest.param(REUSE, id="reuse"),
     pytest.param(REUSE | TIGHT, id="reuse-tight"),
-    pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
+    pytest.param({"algorithm": DIPR(alpha=0.5)}, id="dipr"),
     pytest.param({"extensions": {"tail_estimate": True}}, id="tail-estimate"),
     pytest.param({"min_sparse_context": 100, "dense_layers": (0,), "max_row": 64}, id="staged"),
     pytest.param(

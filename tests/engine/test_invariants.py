@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
-from hisparse.algorithms.topp import TopP
 from hisparse.cache.formats import format_of
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
@@ -39,7 +39,7 @@ TOKENS = {
 LATENTS = {
     "latents-quest": MLA | {"algorithm": Quest()},
     "latents-sketch": MLA | {"algorithm": Sketch()},
-    "latents-topp": MLA | {"algorithm": TopP(mass=0.8)},
+    "latents-dipr": MLA | {"algorithm": DIPR(alpha=0.5)},
     "latents-dsa": MLA | TOKENS | {"algorithm": DSA()},
     "latents-tail-estimate": MLA | {"extensions": {"tail_estimate": True}},
 }

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.snapkv import SnapKV
-from hisparse.algorithms.topp import TopP
 from hisparse.engine.batches import MixedBatch
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
@@ -26,7 +26,7 @@ SETTINGS = [
         {"algorithm": Quest(), "scope": "query_head", "kv_cache_dtype": "fp8_e4m3"}, id="quest-fp8"
     ),
     pytest.param(REUSE | {"dense_layers": (0, 3), "max_row": 64}, id="reuse-dense-leaders"),
-    pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
+    pytest.param({"algorithm": DIPR(alpha=0.5)}, id="dipr"),
     pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv-reads-its-context"),
     pytest.param({"min_sparse_context": 1000, "max_row": 64}, id="staged"),
     pytest.param({"min_sparse_context": DENSE_BELOW}, id="dense-and-sparse"),

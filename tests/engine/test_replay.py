@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from hisparse.algorithms import ALGORITHMS, DecodeStep
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.streaming import Streaming
-from hisparse.algorithms.topp import TopP
 from hisparse.errors import AlgorithmError, HiSparseError, KernelError
 from hisparse.kernels import select
 from hisparse.kernels.build import cpu
@@ -102,7 +102,7 @@ SETTINGS = [
     pytest.param({"algorithm": Streaming()}, id="streaming"),
     pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv"),
     pytest.param({"algorithm": Oracle()}, id="oracle"),
-    pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
+    pytest.param({"algorithm": DIPR(alpha=0.5)}, id="dipr"),
     pytest.param({"min_sparse_context": 80}, id="dense-beyond-the-budget"),
     pytest.param({"dense_layers": (0,), "max_row": 192}, id="dense-layer"),
     pytest.param({"layers": 4, "reuse_layers": 2}, id="reuse"),

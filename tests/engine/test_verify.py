@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.msa import MSA
 from hisparse.algorithms.quest import Quest
-from hisparse.algorithms.topp import TopP
 from hisparse.cache.kv_io import read_tokens
 from hisparse.engine.verify import VerifyBatch
 from hisparse.testing import Request, Simulator
@@ -50,7 +50,7 @@ SETTINGS = [
     pytest.param(TOKENS | {"kv_cache_dtype": "fp8_e4m3"}, id="dsa-latents-fp8"),
     pytest.param(BLOCKS, id="msa"),
     pytest.param(BLOCKS | ROOMY | {"page_size": 16, "budget": 64}, id="msa-drafts-within-a-page"),
-    pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
+    pytest.param({"algorithm": DIPR(alpha=0.5)}, id="dipr"),
     pytest.param({"layers": 4, "reuse_layers": 2, "dense_layers": (1,)}, id="reuse-dense-layer"),
     pytest.param({"min_sparse_context": 105}, id="dense-and-sparse"),
     pytest.param({"min_sparse_context": 1000, "layout": "layer_first"}, id="staged"),

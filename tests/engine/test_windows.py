@@ -70,7 +70,7 @@ def test_a_budget_of_the_whole_context_is_the_dense_model(window: int, scope: An
         pytest.param({"min_sparse_context": 1000, "max_row": 40}, id="staged"),
         pytest.param({"min_sparse_context": 1000}, id="resident"),
         pytest.param({"dense_layers": (0, 1, 3), "max_row": 40}, id="dense layers"),
-        pytest.param({"algorithm": ALGORITHMS.get("topp")()}, id="topp"),
+        pytest.param({"algorithm": ALGORITHMS.get("dipr")()}, id="dipr"),
     ],
 )
 def test_windows_beside_other_settings(settings: dict[str, Any]) -> None:

@@ -115,9 +115,9 @@ def test_ratios_are_drawn_in_pairs() -> None:
 
 def test_what_is_kept_is_averaged_over_documents() -> None:
     records = [record(x, "dense", kl=[0.0], continued=[-1.0]) for x in "ab"]
-    records += [record(x, "topp", kl=[0.1], continued=[-1.0]) for x in "ab"]
+    records += [record(x, "dipr", kl=[0.1], continued=[-1.0]) for x in "ab"]
     records[-1]["mass"] = 0.25
-    line = line_of(records, "topp")
+    line = line_of(records, "dipr")
     assert line["mass"] == pytest.approx(0.5)
     assert line["documents"] == 2
     assert line_of(records, "dense")["mass"] is None

@@ -47,7 +47,7 @@ def test_mass_recall_and_tokens(net: Any) -> None:
 
 @torch.no_grad()
 def test_tokens_kept_are_those_of_all_selections(net: Any) -> None:
-    settings = {"algorithm": "topp", "budget": 128, "algorithm_config": {"mass": 0.6}}
+    settings = {"algorithm": "dipr", "budget": 128, "algorithm_config": {"alpha": 0.5}}
     tokens: list[float] = []
 
     def look(layer_id: int, queries: Any, step: Any, selection: Any) -> None:

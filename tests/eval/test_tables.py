@@ -14,7 +14,7 @@ from hisparse.eval import make_cells, make_summary
 from hisparse.eval.tables import make_tables
 from tests.eval.synthetic_records import record
 
-TOPP = "topp(mass=0.9,x=<b>)"
+DIPR = "dipr(alpha=0.9,x=<b>)"
 
 
 def result(budgets: tuple[int, ...] = (64, 128)) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def result(budgets: tuple[int, ...] = (64, 128)) -> dict[str, Any]:
         record("a", "dense", kl=[1e-6] * 3, continued=[-3.0, -2.9, -3.2], right=answers(True))
     ]
     for i, budget in enumerate(budgets):
-        for method, kl, cost in (("oracle", 0.1, 2000), ("quest", 0.3, 700), (TOPP, 0.2, 800)):
+        for method, kl, cost in (("oracle", 0.1, 2000), ("quest", 0.3, 700), (DIPR, 0.2, 800)):
             records.append(
                 record(
                     "a",

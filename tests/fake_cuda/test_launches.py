@@ -22,13 +22,13 @@ from tests.fake_cuda.engine import CONTEXT, KINDS, LAYER, MODELS, FakeEngine, mo
 
 NAMES = [*ALGORITHMS, "custom"]
 #: Tokens, where an algorithm launches more in longer contexts.
-_SHORT = {"oracle": 4096, "snapkv": 4096, "topp": 4096}
+_SHORT = {"oracle": 4096, "snapkv": 4096}
 
 
 #: The most kernels that a selecting layer launches in an eager step that fills no tail page.
 EAGER_LAUNCHES = {
     "streaming": 5, "quest": 6, "sketch": 6, "dsa": 8, "dipr": 9, "oracle": 10, "snapkv": 11,
-    "infllm": 27, "msa": 9, "qsa": 9, "topp": 229,
+    "infllm": 27, "msa": 9, "qsa": 9,
 }  # fmt: skip
 
 

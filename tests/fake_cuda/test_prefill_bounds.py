@@ -17,7 +17,7 @@ from tests.fake_cuda.test_launches import NAMES, algorithm_of, scope_of
 #: Tokens of the chunk and of the prefix, which is read in eight tiles.
 CHUNK, PREFIX = 2048, 8192
 #: The most kernels that a layer launches for the chunk; those of a tile are about 11.
-LAUNCHES = {"dsa": 240, "infllm": 1500, "msa": 700, "qsa": 300, "snapkv": 230, "topp": 130}
+LAUNCHES = {"dsa": 240, "infllm": 1500, "msa": 700, "qsa": 300, "snapkv": 230}
 USUAL_LAUNCHES = 115
 #: Query heads: those of the model, and fewer, where outputs do not hide what else is allocated.
 HEADS = {"GQA": 32, "MLA": 128, "Qwen4-Exp": 24, "MiniMax-M3": 64, "MiniCPM": 32}
@@ -30,7 +30,6 @@ def cases() -> Iterator[tuple[str, str, str, int]]:
             yield name, kind, "triton", HEADS[kind]
     yield from (("sketch", kind, "triton", heads) for kind, heads in FEW_HEADS.items())
     yield from (("quest", kind, "torch", heads) for kind, heads in HEADS.items())
-    yield "topp", "GQA", "triton", FEW_HEADS["GQA"]
     yield "dsa", "MLA", "triton", FEW_HEADS["MLA"]
     yield "dsa", "MLA", "dsa", HEADS["MLA"]
 

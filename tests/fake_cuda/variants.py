@@ -147,7 +147,7 @@ WHOLE = (
     *_models("quest", 16, options={"ranges": 1}),
     *_models("sketch", 16, options={"detail": 0.0}),
     *_models("sketch", 16, options={"economy": True}, context=50000),
-    *(s for name in ("streaming", "topp", "oracle", "snapkv", "custom") for s in _models(name, 16)),
+    *(s for name in ("streaming", "oracle", "snapkv", "custom") for s in _models(name, 16)),
     *(Setting(algorithm="dsa", kind="MLA", page_size=1, options={"index_dtype": dtype})
       for dtype in ("float8_e4m3fn", "bfloat16", "float32")),
     Setting(algorithm="qsa", kind="Qwen4-Exp", page_size=4),

@@ -27,12 +27,12 @@ COUNT = 100_000 if PART == "hostile" else 1_000
 #: Values that go together, by key.
 SENSIBLE: dict[str, tuple[Any, ...]] = {
     "algorithm": (
-        *("sketch", "quest", "snapkv", "topp", "streaming", "oracle", "dipr"),
+        *("sketch", "quest", "snapkv", "streaming", "oracle", "dipr"),
         *("dsa", "infllm", "msa", "qsa"),
     ),
     "algorithm_config": (
         {}, {"detail": 0.5}, {"economy": True}, {"ranges": 2}, {"summary_dtype": "float32"},
-        {"window": 8}, {"mass": 0.9}, {"beta": 3.0},
+        {"window": 8}, {"beta": 3.0},
         {"alpha": 0.01}, {"index_dtype": "float32"},
     ),
     "budget": (96, 128, 512, 2048, 4096),

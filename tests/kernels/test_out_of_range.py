@@ -130,7 +130,6 @@ CASES: dict[str, tuple[Callable[..., list[Any]], dict[str, Any], dict[str, Any]]
         for name, rule in {
             "length": {},
             "drop_last": {"drop_last": True},
-            "mass": {"mass": 0.8},
             "within": {"within": 1.0, "drop_last": True},
         }.items()
     },

@@ -70,43 +70,6 @@ def group_of(x: Tensor, head: int, heads: int) -> Tensor:
     return x[head * given // heads : max(head * given // heads + 1, (head + 1) * given // heads)]
 
 
-@pytest.mark.parametrize("with_rest", [False, True], ids=["alone", "rest"])
-@pytest.mark.parametrize("mass", [0.5, 0.9, 1.0])
-@pytest.mark.parametrize("heads", [1, 2, 8], ids=lambda h: f"select{h}")
-def test_mass_takes_the_fewest_pages_that_reach_it(
-    impl: str, heads: int, mass: float, with_rest: bool
-) -> None:
-    scores, num_pages, rest = random_scores(4, 40)
-    most, eps = 12, 1e-5
-    pages, lengths = select(
-        scores,
-        num_pages,
-        SelectRule(heads=heads, max_pages=most, mass=mass),
-        forced=sinks_and_recents(num_pages, 40),
-        rest=rest if with_rest else None,
-        impl=impl,
-    )
-    for row, count in enumerate(num_pages.tolist()):
-        for head in range(heads):
-            chosen = pages[row, head, : lengths[row, head]].tolist()
-            assert pages[row, head, len(chosen) :].eq(-1).all()
-            forced = {0, count - 2, count - 1} & set(range(count))
-            assert forced <= set(chosen) <= set(range(count))
-            beside = group_of(rest[row], head, heads)[:, None]
-            logits = group_of(scores[row, :, :count], head, heads)
-            if with_rest:
-                logits = torch.cat([logits, beside], -1)
-            share = logits.double().softmax(-1).mean(0)[:count]
-            outside = 1 - (share.sum() - share[chosen].sum())
-            picked = sorted((share[p].item() for p in chosen if p not in forced), reverse=True)
-            if len(chosen) < min(most, count):
-                assert outside >= mass - eps
-            if picked:
-                assert outside - picked[-1] < mass + eps
-                left = [share[p].item() for p in range(count) if p not in chosen]
-                assert not left or picked[-1] >= max(left) - eps
-
-
 def test_a_thread_whose_first_request_has_no_page(impl: str) -> None:
     """A thread's scratch memory is empty until its first request with pages."""
     scores, none = torch.zeros(1, 2, 4), torch.zeros(1, dtype=torch.int32)
@@ -117,9 +80,7 @@ def test_a_thread_whose_first_request_has_no_page(impl: str) -> None:
     assert lengths.tolist() == [[0]]
 
 
-@pytest.mark.parametrize(
-    "rule", [{}, {"mass": 0.5}, {"within": 1.0}], ids=["top", "mass", "within"]
-)
+@pytest.mark.parametrize("rule", [{}, {"within": 1.0}], ids=["top", "within"])
 @pytest.mark.parametrize("heads", [1, 2], ids=lambda h: f"select{h}")
 def test_scores_that_are_no_numbers_choose_pages_that_there_are(
     impl: str, heads: int, rule: dict[str, float]
@@ -143,7 +104,7 @@ def number(value: float) -> bool:
     return value == value and value < math.inf
 
 
-@pytest.mark.parametrize("rule", [{}, {"mass": 0.5}, {"within": 1.0}], ids=["top", "mass", "near"])
+@pytest.mark.parametrize("rule", [{}, {"within": 1.0}], ids=["top", "near"])
 @pytest.mark.parametrize(
     ("heads", "given"),
     [(1, 1), (1, 4), (2, 4), (4, 4), (4, 2)],
@@ -181,13 +142,10 @@ def test_the_score_of_the_rest_counts_where_it_is_used(impl: str, heads: int) ->
     assert counter.tolist() == [heads == 1]
 
 
-@pytest.mark.parametrize("rule", [{"mass": 0.5}, {"within": 1.0}], ids=["mass", "within"])
-def test_the_score_of_the_rest_of_no_pages_is_not_counted(
-    impl: str, rule: dict[str, float]
-) -> None:
+def test_the_score_of_the_rest_of_no_pages_is_not_counted(impl: str) -> None:
     """As in a row of padding, whose tail page may hold anything."""
     counter, rest = torch.tensor([0]), torch.tensor([[math.nan], [math.nan]])
-    limits = SelectRule(heads=1, max_pages=2, invalid_scores=counter, **rule)
+    limits = SelectRule(heads=1, max_pages=2, within=1.0, invalid_scores=counter)
     num_pages = torch.tensor([0, 9], dtype=torch.int32)
     select(torch.randn(2, 1, 9), num_pages, limits, rest=rest, impl=impl)
     assert counter.tolist() == [1]
@@ -206,27 +164,16 @@ def first_of_the_best(
             for head, top in zip(heads, best, strict=True)
         ]
         values = [max(column) for column in zip(*heads, strict=True)]
-    if rule.mass is not None:
-        values = [math.exp(x - best[0]) if best[0] > -math.inf else 0.0 for x in values]
-        total = sum(values) + (math.exp(rest[0] - best[0]) if best[0] > -math.inf else 0.0)
-        values = [x / (total or 1.0) for x in values]
     rank = [math.inf if is_forced else x for x, is_forced in zip(values, forced, strict=True)]
     ranked = sorted(range(len(values)), key=lambda page: (-rank[page], not forced[page], page))
-    left_out, chosen = sum(values), []
-    for page in ranked[: rule.max_pages]:
-        near = rule.within is None or values[page] >= -rule.within
-        needed = rule.mass is None or left_out > 1 - rule.mass
-        if forced[page] or (near and needed):
-            chosen.append(page)
-            left_out -= values[page]
-    return sorted(chosen)
+    near = [rule.within is None or x >= -rule.within for x in values]
+    return sorted(page for page in ranked[: rule.max_pages] if forced[page] or near[page])
 
 
 FLOAT32 = torch.finfo(torch.float32)
 HARD_SCORES = st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf, -math.inf, math.nan])
 RESTS = st.sampled_from([0.0, 1.0, 2.0, 3.0])
-# No sum of equal shares is at the edge of this mass.
-RULES = st.sampled_from([{}, {"within": 0.0}, {"within": 1.0}, {"mass": 0.618034}])
+RULES = st.sampled_from([{}, {"within": 0.0}, {"within": 1.0}])
 
 
 @given(
@@ -276,13 +223,11 @@ def test_any_scores_choose_the_first_of_the_best(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"mass": 1.5}, "mass: got 1.5, expected more than 0 and at most 1"),
         ({"within": -1}, "within: got -1, expected at least 0"),
-        ({"mass": 0.5, "within": 1}, "got mass 0.5 and within 1, expected one of the two"),
         ({"heads": 0}, "heads: got 0, expected 1 or more"),
         ({"max_pages": -1}, "max_pages: got -1, expected 0 or more"),
     ],
-    ids=["mass", "within", "both", "heads", "pages"],
+    ids=["within", "heads", "pages"],
 )
 def test_a_rule_out_of_range_is_refused(values: dict[str, float], message: str) -> None:
     with pytest.raises(KernelError, match=message):

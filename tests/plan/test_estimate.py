@@ -74,7 +74,7 @@ def test_weights_are_read_once_dense_or_not() -> None:
 
 
 @given(
-    st.sampled_from(["sketch", "quest", "streaming", "topp"]),
+    st.sampled_from(["sketch", "quest", "streaming", "dipr"]),
     st.sampled_from(["layer", "kv_head", "query_head"]),
     st.integers(1, 64),
     st.integers(1, 2 * LONG),

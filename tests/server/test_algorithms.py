@@ -30,7 +30,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "snapkv": {"algorithm": "snapkv", "algorithm_config": {"window": QUERY_WINDOW}},
     "streaming": {"algorithm": "streaming"},
-    "topp": {"algorithm": "topp", "algorithm_config": {"mass": 0.6}},
     "dipr": {"algorithm": "dipr", "algorithm_config": {"alpha": 0.5}},
     "oracle": {"algorithm": "oracle", "selection_scope": "query_head"},
     "oracle-token-wise": {"algorithm": "oracle", "page_size": 1, "selection_scope": "layer"},

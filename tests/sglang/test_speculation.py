@@ -157,7 +157,7 @@ def test_without_speculation_nothing_is_reserved() -> None:
     assert (draft_tokens(off), draft_tokens(on)) == (0, 8)
 
 
-@pytest.mark.parametrize("name", ["sketch", "quest", "topp", "snapkv", "dipr"])
+@pytest.mark.parametrize("name", ["sketch", "quest", "snapkv", "dipr"])
 def test_algorithms_with_state_of_requests_are_refused(name: str) -> None:
     config = HiSparseConfig(algorithm=name)
     sim = Simulator()

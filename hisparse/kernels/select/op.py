@@ -20,13 +20,11 @@ _I32 = torch.int32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectRule:
-    """How :func:`hisparse.kernels.select` chooses pages; ``mass`` or ``within``, or neither.
+    """How :func:`hisparse.kernels.select` chooses pages.
 
     Attributes:
         heads: H, heads of the selection; the scores' heads are a multiple of H or divide it.
         max_pages: K, pages of a selection at most, 0 or more.
-        mass: part of each group's softmax to keep, in (0, 1]; the fewest pages that reach it are
-            selected (Twilight, https://arxiv.org/abs/2502.02770).
         within: distance to the head's best score, in units of attention logits, 0 or more; pages
             within it in some head of the group are selected (DIPR,
             https://arxiv.org/abs/2504.10326).
@@ -37,28 +35,22 @@ class SelectRule:
             is attended in any case (DSA).
 
     Raises:
-        KernelError: both ``mass`` and ``within`` are given, or a value is out of range.
+        KernelError: a value is out of range.
     """
 
     heads: int
     max_pages: int
-    mass: float | None = None
     within: float | None = None
     invalid_scores: Tensor | None = field(default=None, compare=False, repr=False)
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        mass, within = self.mass, self.within
         if self.heads < 1:
             raise KernelError(f"heads: got {self.heads}, expected 1 or more")
         if self.max_pages < 0:
             raise KernelError(f"max_pages: got {self.max_pages}, expected 0 or more")
-        if mass is not None and within is not None:
-            raise KernelError(f"got mass {mass} and within {within}, expected one of the two")
-        if mass is not None and not 0 < mass <= 1:
-            raise KernelError(f"mass: got {mass}, expected more than 0 and at most 1")
-        if within is not None and not within >= 0:
-            raise KernelError(f"within: got {within}, expected at least 0")
+        if self.within is not None and not self.within >= 0:
+            raise KernelError(f"within: got {self.within}, expected at least 0")
 
 
 def _heads_agree(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -72,10 +64,7 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 
 def _on_cuda(call: Callable[..., Any], *arguments: Any) -> Any:
-    """In one launch, but with ``mass``: that is PyTorch's."""
     *tensors, rule = arguments
-    if rule.mass is not None:
-        return SELECT.function("reference")(*arguments)
     scores, num_pages = tensors[:2]
     within = -1.0 if rule.within is None else rule.within
     words = call_cuda("select_scratch_words", scores, within, rule.heads)
@@ -99,7 +88,6 @@ SELECT = Operation(
         _dense(forced),
         _dense(rest),
         invalid_scores,
-        -1.0 if rule.mass is None else rule.mass,
         -1.0 if rule.within is None else rule.within,
         rule.drop_last,
         rule.heads,

@@ -20,27 +20,7 @@ def select(
         invalid_scores.add_(_has_invalid_score(scores, num_pages, rest, rule).sum())
     scores = _finite(scores).masked_fill(_absent(scores, num_pages), -torch.inf)
     combined = _combine_heads(scores, None if rest is None else _finite(rest), rule)
-    return best_pages(combined, num_pages, forced, rule, scores.shape[1])
-
-
-def best_pages(
-    combined: Tensor,
-    num_pages: Tensor,
-    forced: Tensor | None,
-    rule: SelectRule,
-    given_heads: int,
-) -> tuple[Tensor, Tensor]:
-    """Choose pages by one score per page.
-
-    Args:
-        combined: ``[B, H, P]``; with ``rule.mass``, shares whose sum is the number of heads in a
-            group; with ``rule.within``, score minus the best score. NaN is the worst score.
-        num_pages: ``[B] int32``.
-        forced: ``[B, P] bool``, pages that are selected whatever their score; None: no page is.
-        rule: how many pages are kept.
-        given_heads: heads' of the scores.
-    """
-    absent, heads, total = _absent(combined, num_pages), combined.shape[1], combined.shape[-1]
+    absent, total = _absent(combined, num_pages), combined.shape[-1]
     width = min(rule.max_pages, total)
     # Infinities stand for forced and for absent pages.
     limit = torch.finfo(combined.dtype).max
@@ -52,13 +32,6 @@ def best_pages(
     kept = best.values != -torch.inf
     if rule.within is not None:
         kept &= best.values >= -rule.within
-    if rule.mass is not None:
-        present = combined.masked_fill(absent, 0)
-        shares = present.gather(-1, best.indices)
-        left_out = present.sum(-1, keepdim=True) - shares.cumsum(-1)
-        # A page is needed while too much is left out without it.
-        spare = (1 - rule.mass) * max(1, given_heads // heads)
-        kept &= (left_out + shares > spare) | (best.values == torch.inf)
     lengths = kept.sum(-1, keepdim=True)
     pages = _ascending(scores, best.values, lengths, rule.max_pages)
     if rule.drop_last:
@@ -93,7 +66,7 @@ def _has_invalid_score(
     scores: Tensor, num_pages: Tensor, rest: Tensor | None, rule: SelectRule
 ) -> Tensor:
     """``[B, H] bool``, selections that a NaN or +inf among the scores may have changed."""
-    heads, varies = scores.shape[1], rule.mass is not None or rule.within is not None
+    heads, varies = scores.shape[1], rule.within is not None
     largest = torch.finfo(scores.dtype).max
     invalid = (~(scores <= largest)).masked_fill(_absent(scores, num_pages), False).any(-1)
     if rest is not None and (varies or heads > rule.heads):
@@ -117,7 +90,7 @@ def _absent(scores: Tensor, num_pages: Tensor) -> Tensor:
 
 
 def _combine_heads(scores: Tensor, rest: Tensor | None, rule: SelectRule) -> Tensor:
-    if rule.mass is None and rule.within is None and scores.shape[1] <= rule.heads:
+    if rule.within is None and scores.shape[1] <= rule.heads:
         return scores.repeat_interleave(rule.heads // scores.shape[1], dim=1)
     if rest is None:
         rest = scores.new_full(scores.shape[:2], -torch.inf)
