@@ -1,4 +1,4 @@
-"""``hisparse trace``: record what a model selects, and replay it through other buffers."""
+"""``hisparse trace``: replay what a model selects through other buffers; convert prefix traces."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,11 +17,9 @@ from hisparse.cli.terminal import (
     numbers,
     print_paragraph,
     print_result,
-    string,
 )
 from hisparse.doctor import provenance
-from hisparse.eval.record_trace import record_text, tokenizer_of
-from hisparse.options import object_of
+from hisparse.eval import models
 from hisparse.trace.prefix import convert_sglang, write_prefix
 from hisparse.trace.replay import USUAL_BUFFERS, replay_trace
 from hisparse.units import format_bytes
@@ -29,10 +27,9 @@ from hisparse.units import format_bytes
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    text = "record which pages a model selects; replay them through other buffers"
+    text = "replay which pages a model selects through other buffers; convert traces of prefixes"
     parser = add_command(commands, "trace", text)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _add_record(actions)
     text = "what a trace holds, and the hits and bytes of buffers of other sizes"
     replay = add_command(actions, "replay", text, _replay)
     shown = ",".join(map(str, USUAL_BUFFERS))
@@ -47,45 +44,12 @@ def add_parser(commands: Any) -> None:
         each.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
 
 
-def _add_record(actions: Any) -> None:
-    text = (
-        "record the selections of a model that reads a text; a server records with "
-        '"trace": "FILE" in --hisparse-config'
-    )
-    parser = add_command(actions, "record", text, _record, json=False)
-    add_flag(parser, "--out", file, "the trace", required=True)
-    add_flag(parser, "--model", model, "the model", "smollm2-135m")
-    add_flag(parser, "--context", number, "tokens of the prompt", 4096)
-    add_flag(parser, "--steps", number, "decode steps", 256)
-    # Without defaults: a flag that was given wins over --config.
-    add_flag(parser, "--budget", number, "tokens attended per step")
-    text = "the text that it reads, prompt and steps (the built-in texts)"
-    add_flag(parser, "--text", file, text)
-    add_flag(parser, "--algorithm", string, "the algorithm")
-    text = "further settings, as in --hisparse-config"
-    add_flag(parser, "--config", string, text, "{}", metavar="JSON")
-
-
-def _record(arguments: argparse.Namespace) -> int:
-    given = {"algorithm": arguments.algorithm, "budget": arguments.budget}
-    settings = object_of(arguments.config, "--config", '{"page_size": 32}')
-    settings |= {name: value for name, value in given.items() if value is not None}
-    with Console(stderr=True).status("reading the model") as status:
-        path = record_text(
-            arguments.model,
-            arguments.out,
-            settings=settings,
-            text=arguments.text,
-            context=arguments.context,
-            steps=arguments.steps,
-            progress=status.update,
-        )
-    print(path)
-    return 0
-
-
 def _convert(arguments: argparse.Namespace) -> int:
-    tokenize = None if arguments.model is None else tokenizer_of(arguments.model)
+    tokenize = None
+    if arguments.model is not None:
+        from transformers import AutoTokenizer
+
+        tokenize = models.load(AutoTokenizer, models.resolve(arguments.model)).encode
     write_prefix(arguments.out, convert_sglang(arguments.files, arguments.block_size, tokenize))
     print(arguments.out)
     return 0

@@ -343,8 +343,7 @@ class SelectionTrace:
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(
-            f'{self._name}: {problem}; to record a trace, set "trace": "FILE" in the configuration '
-            "or run hisparse trace record"
+            f'{self._name}: {problem}; to record a trace, set "trace": "FILE" in the configuration'
         )
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from hisparse.cli import main
-from hisparse.config import HiSparseConfig
 from hisparse.trace import SelectionTrace
+from hisparse.transformers import enable
 from tests.command import Command
 from tests.trace.made import write_trace
 from tests.transformers.hf_models import model
@@ -50,9 +50,6 @@ def test_what_a_trace_is_of_is_shown(recorded: str, command: Command) -> None:
         (["replay", "FILE", *_BUFFER, "16,2048"], "got 16, 2048, expected at least the 112 tokens"),
         (["convert", "FILE", "--out", "b"], "not UTF-8 text; expected a text file"),
         (["convert", "absent", "--out", "b"], "FILE: cannot read 'absent': No such file"),
-        (["record", "--model", "nothing", "--out", "b"], "unknown model 'nothing'"),
-        (["record", "--algorithm", "nothing", "--out", "b"], "unknown algorithm 'nothing'"),
-        (["record", "--config", "{", "--out", "b"], "--config: not JSON"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -63,45 +60,20 @@ def test_wrong_input_is_one_line(
     )
 
 
-def test_a_model_that_reads_a_text_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_reads_a_text_is_recorded(tmp_path: Path) -> None:
     """Each step of each layer, of a small model with random weights."""
-    from hisparse.eval.record_trace import record_model
-
-    net = model("llama")
-    options: dict[str, Any] = {"settings": {"budget": 80, "algorithm": "quest"}, "note": "random"}
-    ids = [i % net.config.vocab_size for i in range(300)]
-    path = record_model(net, ids, context=280, path=tmp_path / "a", **options)
+    net, path = model("llama"), tmp_path / "a"
+    settings = {"budget": 80, "algorithm": "quest", "trace": {"path": str(path), "note": "random"}}
+    cache = enable(net, settings, max_length=300)
+    ids = torch.arange(300)[None] % net.config.vocab_size
+    with torch.no_grad():
+        for part in ids.split([280, *[1] * 20], dim=1):
+            net(part, past_key_values=cache)
+    recorder: Any = cache.coordinator.extensions["trace"]
+    recorder.close()
     trace = SelectionTrace(path)
     assert trace.header.note == "random"
     assert trace.header.algorithm == "quest"
     assert trace.seq_lens.tolist() == list(range(281, 301))
     for layer in trace.header.layers:
         assert ((trace.layer(layer) >= 0).sum(-1) == 4).all()
-    with pytest.raises(ValueError, match="which the budget holds"):
-        record_model(net, ids[:60], context=50, path=tmp_path / "b", **options)
-    assert not (tmp_path / "b").exists()
-
-
-def test_flags_win_over_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``record --budget`` and ``--algorithm``; without them the configuration holds."""
-
-    class Built(Exception):
-        pass
-
-    def build(config: HiSparseConfig) -> Any:
-        raise Built(config.algorithm, config.budget)
-
-    monkeypatch.setattr("hisparse.eval.record_trace.build_algorithm", build)
-    config = ["--config", '{"budget": 128, "algorithm": "quest"}']
-    for words, expected in (
-        ([], ("sketch", 2048)),
-        (["--budget", "256"], ("sketch", 256)),
-        (config, ("quest", 128)),
-        ([*config, "--budget", "256", "--algorithm", "sketch"], ("sketch", 256)),
-        (["--config", '{"top_k": 128}'], ("sketch", 128)),
-    ):
-        with pytest.raises(Built) as built:
-            main(["trace", "record", "--out", str(tmp_path / "a"), *words])
-        assert built.value.args == expected
