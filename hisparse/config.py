@@ -8,13 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, get_type_hints
 
 from hisparse.errors import ConfigError, quoted, unknown_name
-from hisparse.options import (
-    StorageOptions,
-    check_type,
-    from_options,
-    object_of,
-    read_storage,
-)
+from hisparse.options import StorageOptions, check_type, from_options, object_of, read_storage
 from hisparse.registry import Registry
 from hisparse.types import Attention, HostLayout, SelectionScope
 from hisparse.units import MemorySize, parse_memory

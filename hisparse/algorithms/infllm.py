@@ -173,7 +173,6 @@ class InfLLM(RankedPagesAlgorithm):
             queries: ``[B, Hq, D]``, any float dtype.
             means: ``[B or 1, P, S / kernel_stride, Hkv, D] float32``.
             hidden: :meth:`_hidden` by the tokens up to each query's own.
-            scale: softmax scale.
 
         Returns:
             ``[B, Hkv, P] float32``, 0 to the query heads of a KV head.

@@ -26,8 +26,6 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
 
         Args:
             query: ``[B, Hq, D]``, model's dtype, before the softmax scale, ``step.policy.scale``.
-            layer_id: layer number.
-            step: the step.
 
         Returns:
             ``[B, heads, step.max_pages]`` of any float dtype; higher is kept. ``heads`` is a
@@ -114,8 +112,6 @@ def tail_logits(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
 
     Args:
         query: ``[B, Hq, D]`` of any float dtype, times the softmax scale.
-        layer_id: layer number.
-        step: the step.
 
     Returns:
         ``[B, Hq, S] float32``, -inf after the first ``step.tail_lens`` tokens.

@@ -111,8 +111,6 @@ class Sketch(BaseSparseAlgorithm):
 
         Args:
             query: ``[B, Hq, D]``, model's dtype, before the softmax scale.
-            layer_id: layer number.
-            step: the step.
             tail: the tail pages; None: their scores are not wanted.
 
         Returns:

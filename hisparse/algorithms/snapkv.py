@@ -83,7 +83,6 @@ class SnapKV(BaseSparseAlgorithm):
         Args:
             window: ``[W, Hq, D]``, queries of the W positions before ``step.end``.
             seen: ``[] int32``, number of valid queries; they are the last ones of the window.
-            layer_id: layer number.
             step: the chunk that ends the prompt.
 
         Returns:

@@ -289,7 +289,6 @@ class DecodeStep:
         """Log-sum-exp of the capped logits of the first ``tail_lens`` tokens in the tail pages.
 
         Args:
-            layer_id: layer number.
             query: ``[B, Hq, D] float32``, times the softmax scale.
 
         Returns:

@@ -58,7 +58,6 @@ class DevicePool:
     one page for its tail. The pages of its device slots come from the pool and return to it.
 
     Args:
-        kv: shapes of the model.
         heads: H, rows per request; a device page holds all KV heads if it is 1, else one.
         sizes: N is ``device_pages``, C ``max_row_pages``.
         device: device of the pages and tables.

@@ -24,7 +24,6 @@ class HostKVPool:
     """Keys and values of every token in host memory; the place of a token is a "host slot".
 
     Args:
-        kv: shapes of the model.
         num_pages: pages, including the padding page 0.
         layout: ``layer_first`` and ``page_first`` keep a token's heads together, ``page_head``
             keeps each head's page contiguous, which suits selections per head.

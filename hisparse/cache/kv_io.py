@@ -59,8 +59,6 @@ class KVReadWrite:
     """Encodes, writes, reads and decodes tokens of both pools.
 
     Args:
-        host: the whole KV cache.
-        device: the device pages.
         checked: verify that host slots exist; waits for the device.
     """
 
@@ -81,7 +79,6 @@ class KVReadWrite:
         """Write each request's new token to its tail pages and to its host slot.
 
         Args:
-            layer_id: layer number.
             tail_slots: ``[R] int64``, device page of the row's tail times S, plus the offset in it.
             host_slots: ``[B] int64``, host page times S, plus the offset in it.
             k, v: ``[B, Hkv, D]`` in the model's dtype.
@@ -133,7 +130,6 @@ class KVReadWrite:
         """Move full tail pages into the LRU, as the hottest pages.
 
         Args:
-            layer_id: layer number.
             step: the requests that decode.
             filled: ``[R] bool``, rows with a full tail page.
             with_values: whether to return values too.
@@ -189,7 +185,6 @@ class KVReadWrite:
         """Read pages from host memory whose place in the rows' tables has changed.
 
         Args:
-            layer_id: layer number.
             before: the tables before the change, which the bytes in device memory still match.
             host_page_table: ``[B, P] int32``, host pages of the rows' requests.
             tail_index: ``[B] int32``, index of the tail page; -1: it is empty, or did not move.

@@ -22,7 +22,6 @@ class SparseKVCacheManager:
     LRU.
 
     Args:
-        host: the whole KV cache.
         sizes: of the allocations on the device.
         device: where the device pages, the rows' tables and staging are.
         heads: H, rows per request.

@@ -25,7 +25,6 @@ class PageSerializer:
     """Moves pages between the memory of the engine and the bytes of a store.
 
     Args:
-        host: the KV pool.
         page_tokens: T, tokens of a record, a multiple of the pool's page size.
         entries: tensors ``[n, host pages, ...]`` that records hold beside K and V, by name: n of L
             layers have them.

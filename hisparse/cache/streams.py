@@ -59,9 +59,6 @@ class CudaStream(SideStream):
     Tensors need no ``record_stream``. Those that the forward stream allocated are kept alive until
     the work is joined. Those that side work allocated return to the side stream, and the next work
     there first waits for the forward stream.
-
-    Args:
-        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:

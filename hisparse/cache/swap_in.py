@@ -20,7 +20,6 @@ class SwapIn:
     """Loads selected pages onto the device.
 
     Args:
-        host: the whole KV cache.
         device: the device pages and the rows' tables.
         counters: counts hits and misses.
         aside: runs loads that no row waits for.
@@ -57,7 +56,6 @@ class SwapIn:
         """Make the selected pages resident, or find those that were.
 
         Args:
-            layer_id: layer number.
             step: the requests that attend; its dense requests attend every page.
             selection: the selected pages; None: every page of every request.
             width: the most pages of a request; None: those of the selection, or of the contexts.
@@ -141,7 +139,6 @@ class SwapIn:
         """Make pages ``first`` to ``last - 1`` of a request resident, the last one hottest.
 
         Args:
-            layer_id: layer number.
             slot: request slot; its rows' capacity is at least ``last - first``.
             first, last: page indices; the pages are not resident yet.
             source: the pool to read from.
@@ -207,8 +204,6 @@ def check_resident(
     """Check that each attended page has the same bytes on the device and in host memory.
 
     Args:
-        layer_id: layer number.
-        selection: the selected pages.
         tables: the device page of each selected page that is not away.
         step: the requests that attend.
         host, device: the two pools.

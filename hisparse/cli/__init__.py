@@ -5,18 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from hisparse.cli import (
-    algorithms,
-    bench,
-    build,
-    check,
-    doctor,
-    eval,
-    kvcm,
-    plan,
-    storage,
-    trace,
-)
+from hisparse.cli import algorithms, bench, build, check, doctor, eval, kvcm, plan, storage, trace
 from hisparse.cli.terminal import OneLineParser
 from hisparse.errors import HiSparseError, one_line
 

@@ -93,7 +93,6 @@ def measure(
     """Start a server, ask about the document, read its memory use, and stop it.
 
     Args:
-        setup: the server.
         model: folder or hub id.
         prompt: token ids of the document and the question.
         num_threads: CPU threads of the server.

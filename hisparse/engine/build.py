@@ -31,11 +31,7 @@ from hisparse.engine.modes import AttentionModes
 from hisparse.engine.representations import Representations
 from hisparse.errors import AlgorithmError
 from hisparse.memory import sizing as sizing_formula
-from hisparse.memory.costs import (
-    Resources,
-    make_sizing_request,
-    tile_pages,
-)
+from hisparse.memory.costs import Resources, make_sizing_request, tile_pages
 from hisparse.memory.sizing import Sizing
 from hisparse.types import KVSpec, SelectionScope
 
@@ -117,9 +113,6 @@ def choose_selection(
     """The algorithm, the rules of its selections, and :func:`kept_tensors`.
 
     Args:
-        config: the settings.
-        spec: shapes of the model.
-        scale: softmax scale.
         device: type of the device that decodes.
 
     Raises:
@@ -140,10 +133,6 @@ def resolve(
     """Decide everything that the settings leave open, and divide the memory.
 
     Args:
-        config: the settings.
-        spec: shapes of the model.
-        scale: softmax scale.
-        resources: memory and limits.
         layers: the model's numbers of the layers of ``spec``, for ``dense_layers``, or None if they
             start at 0.
 
@@ -197,7 +186,6 @@ def build_engine(
 
     Args:
         setup: all decisions; the sizing matches the host pool.
-        host: the KV pool.
         device: device of the device pages, representations and tables.
         gather_queries: joins the query heads of ranks whose model has the same KV heads, from
             ``[B, Hq, D]`` to ``[B, ranks * Hq, D]``; or None if no other rank has them.
@@ -239,11 +227,6 @@ def build(
     """Connect the components of an engine.
 
     Args:
-        resolved: the settings.
-        algorithm: selects pages.
-        policy: shapes of the model and the rules of selections.
-        adapter: attends.
-        host: the KV pool.
         sizes: sizes of the allocations on the device.
         device: device of the device pages, representations and tables.
         aside: replaces the device's own side stream.

@@ -26,7 +26,6 @@ def not_captured(config: HiSparseConfig, device_type: str) -> str | None:
     operators can do in a graph.
 
     Args:
-        config: the settings.
         device_type: device of the model, such as "cuda" or "cpu".
     """
     reason = config.not_captured(device_type)
@@ -41,7 +40,6 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
     """Check the rules that do not depend on the model.
 
     Args:
-        config: the settings.
         device_type: "cuda" or "cpu", the device of the model.
 
     Raises:
@@ -158,7 +156,6 @@ def resolve_settings(
     Args:
         config: what the user has set.
         spec: shapes of the model's layers, or of those of one rank.
-        scope: selection scope.
         layers: the model's numbers of these layers, for ``dense_layers``; None: from 0.
         captured: whether decode steps are captured.
 

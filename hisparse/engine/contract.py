@@ -59,9 +59,7 @@ def retrieve(
 
     Args:
         algorithm: selects.
-        layer_id: layer number.
         queries: ``[B, Hq, D]``, model's dtype, before the softmax scale.
-        step: the requests.
         invalid: ``[1] int64``, counter of selections with a score that is NaN or +inf. It is read,
             which waits for the device; None: it is not.
 
@@ -89,7 +87,6 @@ def require_selection(
     Args:
         selection: what ``method`` of ``part``, an algorithm or an extension, returned.
         part, method, layer_id: for the message.
-        step: the requests.
 
     Raises:
         AlgorithmError: the selection has another type, shape or dtype.
@@ -140,8 +137,6 @@ def blame(
     A CUDA graph that is being captured does not allow to read the selection.
 
     Args:
-        error: what was raised.
-        layer_id: layer number.
         selection: the selection; None: every page was attended.
         step: the requests that attend.
         algorithm: selected the pages.

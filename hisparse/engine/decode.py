@@ -36,7 +36,6 @@ class DecodeLayer:
     """Runs the layers of decode steps.
 
     Args:
-        components: of the engine.
         extensions: in the order of their hooks.
 
     Attributes:
@@ -348,7 +347,6 @@ class DecodeLayer:
         """Move full tail pages into the LRU, and store their representations.
 
         Args:
-            layer_id: layer number.
             step: the last token of each request.
             filled, host_pages: see :attr:`DecodeStep.filled`.
         """

@@ -24,10 +24,6 @@ from hisparse.types import AttentionRule, Pages
 class HostAttention:
     """Attends what was not on the device, and whole contexts, on a CPU.
 
-    Args:
-        manager: has the pages.
-        policy: shapes of the model and the rules of selections.
-
     Attributes:
         attends_contexts: whether :meth:`attend_contexts` is there.
     """

@@ -93,7 +93,6 @@ class AttentionModes:
     """Decides whether a request is sparse by the request's own length only.
 
     Args:
-        policy: shapes of the model and the rules of selections.
         min_sparse_context: tokens; contexts up to this length are attended densely.
         dense_layers: layers that are always dense.
         reuse_layers: consecutive layers that share a selection, of those that select in the model;

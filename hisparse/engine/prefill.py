@@ -52,7 +52,6 @@ class Prefill:
     """Runs prefill chunks exactly: densely, unless the model itself was trained sparse.
 
     Args:
-        components: of the engine.
         extensions: in the order of their hooks.
     """
 
@@ -134,8 +133,6 @@ class Prefill:
         """Build the representations of a chunk.
 
         Args:
-            layer_id: layer number.
-            chunk: the chunk.
             q: ``[T, Hq, D]``, model's dtype; T = 0 for a chunk that is loaded and not computed.
             pages: ``[T', Hkv, D]``, model's dtype, from the start of the chunk's first page on.
             indexer: indexer inputs of the chunk's tokens.
@@ -219,8 +216,6 @@ class Prefill:
         cached runs of a prompt agree in 16 bits too.
 
         Args:
-            layer_id: layer number.
-            chunk: the chunk.
             q: ``[T, Hq, D]``.
             k, v: ``[T, Hkv, D]``.
             positions: ``[T, K]`` or ``[T, Hkv, K]``, int32, positions that each query attends;

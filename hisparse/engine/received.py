@@ -20,7 +20,6 @@ class RestoredPages:
     The prefill that follows builds them from K and V, each layer's before it attends.
 
     Args:
-        manager: reads K and V.
         builds: for each layer that has representations, builds those of a chunk, which has no
             queries; empty if pages come with their representations.
     """
@@ -100,7 +99,6 @@ class TransferredRequests:
     tail pages, each layer's before it attends. Device pages stay empty until steps select them.
 
     Args:
-        manager: reads K and V.
         builds: see :class:`RestoredPages`.
     """
 
@@ -117,7 +115,6 @@ class TransferredRequests:
         """Note a request that begins in ``slot``.
 
         Args:
-            slot: request slot.
             pages: ``[P] int64`` on the host, the full host pages that arrived for it.
         """
         # Noted apart from the request: if it ends early, others may use its pages as a prefix.

@@ -26,7 +26,6 @@ class Representations:
 
     Args:
         kinds: the declared tensors, by name.
-        kv: shapes of the model.
         host_pages: pages of the host pool, including the padding page.
         num_slots: request slots.
         device: device of the tensors. Those in host memory are page-locked and mapped for a GPU.

@@ -114,7 +114,6 @@ class _Verification:
 
     Args:
         batch: the drafts.
-        engine: serves them.
     """
 
     def __init__(self, batch: VerifyBatch, engine: SparseCoordinator) -> None:

@@ -88,7 +88,6 @@ def prefill(
 
     Args:
         model: a transformers model with hisparse enabled.
-        config: the settings.
         folder: of the store.
         prompts: ``[n] int64`` each; one is read when the caller asks for it.
         sizes: of :class:`~hisparse.transformers.HiSparseCache`.
@@ -205,7 +204,6 @@ class Evaluation:
         """The dense model's distributions ``[T, V]``, from or into their file.
 
         Args:
-            document: the document.
             method: the method that runs; dense attention runs first and writes the file.
             continued: the method's own distributions ``[T, V]``.
         """

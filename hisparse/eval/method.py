@@ -48,7 +48,6 @@ def identity(method: str, algorithm: str, budget: int) -> dict[str, str | int | 
     results have algorithm "dense" and budget None.
 
     Args:
-        method: name of the method.
         algorithm, budget: of its settings.
     """
     if method == DENSE:

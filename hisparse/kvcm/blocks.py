@@ -75,7 +75,6 @@ async def remove_blocks(state: State, blocks: Sequence[Block], delay: float) -> 
     """Hide blocks at once, and delete them after a delay.
 
     Args:
-        state: of the manager.
         blocks: those that serve are removed.
         delay: seconds.
 

@@ -250,7 +250,6 @@ async def finish_write(state: State, instance: Instance, name: str, mask: Any) -
     """End a write. A mask that does not fit ends it too, without a block.
 
     Args:
-        state: of the manager.
         instance: that writes.
         name: of the session.
         mask: ``BlockMask`` of the locations that are whole.

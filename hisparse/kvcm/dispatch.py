@@ -72,11 +72,7 @@ def _faulty(name: str) -> str:
 
 
 class Gate:
-    """Asks administrators for their account.
-
-    Args:
-        node: the manager.
-    """
+    """Asks administrators for their account."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -122,11 +118,7 @@ class Gate:
 
 
 class Dispatcher:
-    """Calls the functions of all services.
-
-    Args:
-        node: the manager.
-    """
+    """Calls the functions of all services."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -51,11 +51,7 @@ def _state_metrics(state: State) -> Iterator[Metric]:
 
 
 class Exporter:
-    """Shows the metrics to Prometheus: ``service.query_counter`` as ``kvcm_service_query_counter``.
-
-    Args:
-        node: the manager.
-    """
+    """Shows metrics to Prometheus: ``service.query_counter`` as ``kvcm_service_query_counter``."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -191,7 +191,6 @@ class Server:
     """A manager that listens.
 
     Args:
-        node: the manager.
         ports: where to listen.
     """
 

@@ -59,11 +59,7 @@ def make_sizing_request(
     """Collect the costs of a token, a page and a row, and fixed costs, on one rank.
 
     Args:
-        resolved: the settings.
-        policy: shapes of the model and the rules of selections.
-        resources: memory and limits.
         kept: tensors of the algorithm and of the extensions.
-        adapter: the attention backend.
         captured_request_bytes: the algorithm's intermediates for a request of a captured step.
         prefill_choices: tokens that the algorithm chooses for each token of a prompt; 0: none.
     """
@@ -177,7 +173,6 @@ def prefill_bytes(kv: KVSpec, tokens: int, chosen: int = 0) -> int:
     kernels themselves keep logits in registers.
 
     Args:
-        kv: shapes of the model.
         tokens: tokens of the prefill.
         chosen: tokens that the algorithm chooses for each of them to attend; 0: all before it.
     """
@@ -190,7 +185,6 @@ def host_token_bytes(kept: Mapping[str, Representation], kv: KVSpec) -> int:
 
     Args:
         kept: tensors of the algorithm and of the extensions.
-        kv: shapes of the model.
     """
     return -(-entry_bytes(kept, "page", "host", kv) // kv.page_size)
 
@@ -206,8 +200,6 @@ def attended_tables(
     """Page tables that decode steps attend over, without those of extensions.
 
     Args:
-        resolved: the settings.
-        policy: shapes of the model and the rules of selections.
         max_requests: the most requests of a step.
         max_row_pages: the most device pages of a row.
         tile_pages: pages of a staging tile.

@@ -82,7 +82,6 @@ def estimate_token(
     """Estimate the time per token on one GPU.
 
     Args:
-        config: the settings.
         spec: shapes of the model on one rank, as K and V are stored.
         hardware: the GPU and its host.
         context: tokens of each request.

@@ -244,7 +244,6 @@ def _find_most(
 
     Args:
         rank: a rank.
-        config: the settings.
         tokens: tokens of one request, in whole pages of SGLang.
         pool_mib: MiB of host memory.
 

@@ -111,7 +111,6 @@ def _check_served(config: HiSparseConfig, asked: Namespace, hybrid: str) -> None
     """Raise ``ConfigError`` if the server would refuse the printed command.
 
     Args:
-        config: the settings.
         asked: the flags of ``hisparse plan``.
         hybrid: name of a model with layers that keep a state; "": it is none.
     """

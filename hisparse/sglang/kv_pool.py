@@ -4,11 +4,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from sglang.srt.mem_cache.memory_pool import (
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    unwrap_write_loc,
-)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, unwrap_write_loc
 
 from hisparse.cache import HostKVPool
 from hisparse.cache.kv_io import write_tokens

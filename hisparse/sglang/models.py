@@ -65,7 +65,6 @@ def read_model_shape(
     """Read the shapes of a model that SGLang has loaded.
 
     Args:
-        model: SGLang's model.
         dtype: the model's dtype of keys and values.
         page_size: S, tokens per page of a selection.
         context_length: tokens, the longest sequence; a window that holds it is none. None: unknown.
@@ -236,8 +235,6 @@ def check_trained(name: str, config: HiSparseConfig, trained: Trained, pp_size: 
     """Require pages, layers and options of a model's indexer; warn of other sizes.
 
     Args:
-        name: of the model.
-        config: the settings.
         trained: how the model selects.
         pp_size: ranks of a pipeline.
 

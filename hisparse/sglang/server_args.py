@@ -153,7 +153,6 @@ def check_after_resolution(server_args: Any, config: HiSparseConfig) -> None:
 
     Args:
         server_args: SGLang's ``ServerArgs`` after ``resolve_once``.
-        config: the settings.
 
     Raises:
         ConfigError: names the argument, its value and the supported values.
@@ -238,7 +237,6 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
 
     Args:
         server_args: SGLang's arguments, resolved.
-        config: the hisparse configuration.
 
     Raises:
         ConfigError: names the model's property and what hisparse serves instead.

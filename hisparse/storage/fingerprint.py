@@ -174,8 +174,6 @@ def page_namespace(
     Args:
         fingerprints: of the model, one for each rank; see :func:`fingerprint`.
         policy: has the attention rule of each layer, as this front end applies it.
-        algorithm: selects pages.
-        config: the settings.
         serializer: bytes of a record.
         rank: which share of the heads a record has.
         num_ranks: number of shares.

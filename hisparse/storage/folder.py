@@ -66,7 +66,6 @@ class StoreFolder:
     """The folder of a store, open. Any thread may call its methods.
 
     Args:
-        path: the folder.
         create: make it if it is absent.
 
     Attributes:

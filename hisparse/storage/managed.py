@@ -121,8 +121,6 @@ class ManagedStore:
         """Read pages. The manager forgets those that are damaged or lost.
 
         Args:
-            namespace: of the pages.
-            keys: of pages.
             buffers: one for each key: writable, contiguous, of ``namespace.page_bytes`` bytes.
 
         Returns:
@@ -152,7 +150,6 @@ class ManagedStore:
         """Store pages; True: all are stored, or others write them now. False: there is no room.
 
         Args:
-            namespace: of the pages.
             keys: of pages, each once.
             pages: contiguous, of ``namespace.page_bytes`` bytes.
 

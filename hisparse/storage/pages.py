@@ -186,7 +186,6 @@ class PageFolder:
         """Store a page; False: it is there already.
 
         Args:
-            key: of the page.
             page: its bytes.
             replace: put it in place of a file that is there.
 

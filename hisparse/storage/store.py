@@ -90,7 +90,6 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         process has removed may still be counted.
 
         Args:
-            namespace: of the pages.
             keys: hexadecimal, 2 to 128 digits, an even number of them.
 
         Raises:
@@ -111,7 +110,6 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         A page that is short or damaged is removed and counted.
 
         Args:
-            namespace: of the pages.
             keys: as in :meth:`find`.
             buffers: one for each key: writable, contiguous, of ``namespace.page_bytes`` bytes.
 
@@ -168,7 +166,6 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         """Store a page.
 
         Args:
-            namespace: of the page.
             key: as in :meth:`find`.
             page: contiguous, of ``namespace.page_bytes`` bytes.
 

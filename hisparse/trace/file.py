@@ -251,9 +251,6 @@ def _create(path: Path) -> tuple[Path, FileIO]:
 class SelectionTrace:
     """A trace of selections, in memory.
 
-    Args:
-        path: the file.
-
     Attributes:
         header: what the trace is of.
         end: how the recording ended; None: the file ends early, because the process was killed.

@@ -38,7 +38,6 @@ def replay_hits(trace: SelectionTrace, buffers: Sequence[int]) -> dict[str, list
     """Replay a trace through buffers of N sizes.
 
     Args:
-        trace: the trace.
         buffers: tokens of a row's buffer, each enough for the longest selection.
 
     Returns:

@@ -28,7 +28,6 @@ def enable(
 
     Args:
         model: a transformers decoder that uses the ``AttentionInterface``.
-        config: the settings.
         options: arguments of :class:`HiSparseCache`.
 
     Returns:

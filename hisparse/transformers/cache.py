@@ -121,7 +121,6 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         """Attention of one layer. The attention function calls this method for each layer in order.
 
         Args:
-            layer_id: layer number.
             q: ``[B, Hq, T, D]``, model's dtype, after the rotary embedding.
             k, v: ``[B, Hkv, T, D]``, model's dtype; K after the rotary embedding.
             mask: ``[B, columns + T] bool``, False at padding; None if no column is padding.

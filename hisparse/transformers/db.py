@@ -38,7 +38,6 @@ class DB:
             :func:`enable`. When its weights, adapters, hooks or training mode have changed, the
             calls that read or write the store raise an error; a forward of a session does if one
             of the last three has.
-        config: the settings.
         size: most bytes of the store; a fraction is of the file system's size. None: no limit.
         ttl_s: seconds that an unused page stays; None: until its space is needed.
         page_tokens: tokens of a page of the store, a multiple of the settings' ``page_size``;

@@ -132,7 +132,6 @@ class Forward:
     A forward of one column is a decode step; a forward of more columns is part of a prompt.
 
     Args:
-        store: the rows.
         slots: ``[B]``, request slots.
         is_token: ``[B, T] bool``, False at padding, for the columns of this forward.
 

@@ -202,7 +202,6 @@ class Session:
         Args:
             q: ``[1, Hq, T, D]``, model's dtype, after the rotary embedding.
             k, v: ``[1, Hkv, T, D]``, model's dtype; K after the rotary embedding.
-            layer_id: layer number.
         """
         self._updated = layer_id, q, k, v
 
@@ -214,7 +213,6 @@ class Session:
 
         Args:
             q: as given to :meth:`update`.
-            layer_id: layer number.
             sinks: ``[Hq]``, any float dtype, the logits of attention sinks, for a model that has
                 them.
 

@@ -9,12 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hisparse.adapters import (
-    ADAPTERS,
-    TorchAdapter,
-    TritonAdapter,
-    choose_adapter,
-)
+from hisparse.adapters import ADAPTERS, TorchAdapter, TritonAdapter, choose_adapter
 from hisparse.adapters import flash_attention as flash_attention_module
 from hisparse.adapters.base import DeviceLimits
 from hisparse.adapters.torch import attention_shared_bytes

@@ -31,15 +31,7 @@ from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from tests.delayed import DelayedStream, Order
 from tests.engine.test_invariants import DENSE, FP8_LATENTS, LAYOUTS, STORED, assert_dense
-from tests.engine.test_replay import (
-    ORDERS,
-    REUSE,
-    TIGHT,
-    assert_equal,
-    assert_same,
-    play,
-    state_of,
-)
+from tests.engine.test_replay import ORDERS, REUSE, TIGHT, assert_equal, assert_same, play, state_of
 from tests.engine.test_verify import random_draft, simulator
 from tests.kernels.fibers.build import fiber_library
 from tests.sizes import crossed, sized

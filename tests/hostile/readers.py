@@ -19,12 +19,7 @@ from hisparse.kvcm.optimizer.traces import read_trace
 from hisparse.options import read_text
 from hisparse.storage import FileStore, Namespace
 from hisparse.trace import SelectionTrace, adjacent_overlap, replay_hits
-from hisparse.trace.prefix import (
-    PrefixRequest,
-    PrefixTrace,
-    convert_sglang,
-    write_prefix,
-)
+from hisparse.trace.prefix import PrefixRequest, PrefixTrace, convert_sglang, write_prefix
 from hisparse.trace.replay import least_buffer
 from scripts import make_plots
 from tests.eval.synthetic_records import record

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels import (
-    DecodeRows,
-    DiffTables,
-    RowState,
-    diff_tables,
-    verify_diff,
-)
+from hisparse.kernels import DecodeRows, DiffTables, RowState, diff_tables, verify_diff
 from hisparse.types import Selection
 from tests.kernels.world import i32, indexed, wide_trace
 

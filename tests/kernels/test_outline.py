@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse.kernels import (
-    SketchLayout,
-    outline_bytes,
-    outline_score,
-    page_outline,
-    page_sketch,
-)
+from hisparse.kernels import SketchLayout, outline_bytes, outline_score, page_outline, page_sketch
 from hisparse.kernels.sketch.reference import base_values, outline_values
 from tests.kernels.conftest import check_unwritten
 

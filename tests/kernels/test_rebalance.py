@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from hisparse.errors import KernelError
-from hisparse.kernels import (
-    RowState,
-    operation,
-    rebalance,
-    reset_rows,
-    verify_capacity,
-)
+from hisparse.kernels import RowState, operation, rebalance, reset_rows, verify_capacity
 from hisparse.kernels.operation import IMPLEMENTATIONS
 from hisparse.kernels.rows import op
 from tests.kernels.world import World, i32

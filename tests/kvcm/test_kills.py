@@ -12,15 +12,7 @@ import grpc
 import pytest
 import requests
 
-from tests.kvcm.manager import (
-    Client,
-    Manager,
-    ManagerError,
-    path_of,
-    store_bytes,
-    uris,
-    wait_until,
-)
+from tests.kvcm.manager import Client, Manager, ManagerError, path_of, store_bytes, uris, wait_until
 from tests.sizes import sized
 
 Start = Callable[..., Manager]

@@ -10,14 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checks import (
-    PAGE,
-    alone,
-    counting,
-    of_more_tokens,
-    selected_between,
-    wait_until,
-)
+from checks import PAGE, alone, counting, of_more_tokens, selected_between, wait_until
 from harness import Server
 from hugging_face import sparse_tokens
 from parts import MORE

@@ -63,7 +63,6 @@ def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Keep other processes and threads from producing the same file; a killed one lets go.
 
     Args:
-        path: the file.
         on_wait: called if another one is producing it.
     """
     with open(path.with_suffix(".lock"), "w", opener=open_private) as lock:

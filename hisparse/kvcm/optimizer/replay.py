@@ -272,7 +272,6 @@ def sweep(
     """Replay a trace at each point.
 
     Args:
-        trace: the trace.
         setup: groups and eviction.
         points: what the replays vary.
         block_size: tokens.

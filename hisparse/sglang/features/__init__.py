@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hisparse.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hisparse.sglang.features.base import (
-        Feature,
-        IndexerKind,
-        ModelKind,
-        Option,
-        Start,
-    )
+    from hisparse.sglang.features.base import Feature, IndexerKind, ModelKind, Option, Start
     from hisparse.sglang.models import Trained
 
 #: Set in the environment by a server that uses hisparse: "server", then names of features.
@@ -75,7 +69,6 @@ def for_model(model_config: Any, name: str) -> tuple[Feature, ...]:
 
     Args:
         model_config: SGLang's ``ModelConfig``.
-        name: of the model.
 
     Raises:
         ConfigError: one is not installed.

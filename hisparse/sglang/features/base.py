@@ -12,13 +12,7 @@ from typing import Any, ClassVar, Final
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.model_config import LIGHTNING_INDEXER
-from hisparse.sglang.models import (
-    ModelShape,
-    Trained,
-    check_trained,
-    hybrid_layers,
-    name_of,
-)
+from hisparse.sglang.models import ModelShape, Trained, check_trained, hybrid_layers, name_of
 from hisparse.sglang.session import ServerSession
 
 logger = logging.getLogger("hisparse")

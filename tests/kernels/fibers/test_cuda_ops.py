@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from hisparse.errors import KernelError
-from hisparse.kernels import (
-    RowState,
-    gather_pages,
-    gather_tokens,
-    promote_tail,
-    scatter_tokens,
-)
+from hisparse.kernels import RowState, gather_pages, gather_tokens, promote_tail, scatter_tokens
 from hisparse.kernels.build import cuda as _build_cuda
 from hisparse.kernels.transfer import op as transfer
 from hisparse.kernels.transfer.op import copy_pages

@@ -14,11 +14,7 @@ _FILLER, _NO_TOKEN = 0, -1
 
 
 class Drafts:
-    """The drafts of the current forward.
-
-    Args:
-        session: of this rank.
-    """
+    """The drafts of the current forward."""
 
     def __init__(self, session: ServerSession) -> None:
         self._session = session

@@ -97,10 +97,8 @@ def make_namespace(
     """The namespace of this rank's pages; see :func:`page_namespace`.
 
     Args:
-        session: this rank's session.
         model: fingerprint of this rank's model.
         serializer: bytes of a record.
-        ranks: the ranks of the server.
     """
     rank, num_ranks = ranks.key
     return page_namespace(
@@ -163,7 +161,6 @@ def rope_differences(model: Any, config: Any) -> list[str]:
     SGLang does not read every setting of a rotary embedding.
 
     Args:
-        model: SGLang's model.
         config: its configuration, of transformers.
 
     Returns:

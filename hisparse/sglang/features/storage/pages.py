@@ -118,7 +118,6 @@ class FilePages:
     raise what it raises.
 
     Args:
-        store: the store.
         buffer: rows of a record, and of its checksum if the store has none.
 
     Attributes:
@@ -232,7 +231,6 @@ def open_storage(
     """Open the store of the options.
 
     Args:
-        options: of the storage.
         record_bytes: of the largest record.
         rank: of this process, among ``num_ranks``.
         num_ranks: of the server.

@@ -13,12 +13,7 @@ from typing import Any, Final, Self
 from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
-from hisparse.sglang.features.storage.calls import (
-    Gate,
-    StorageCounters,
-    StorageHealth,
-    Workers,
-)
+from hisparse.sglang.features.storage.calls import Gate, StorageCounters, StorageHealth, Workers
 from hisparse.sglang.features.storage.pages import BackendPages, FilePages, Keys
 from hisparse.storage import Namespace
 

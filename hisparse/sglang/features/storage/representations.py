@@ -65,7 +65,6 @@ def representation_records(
 
     Args:
         session: this rank's session, before its first request.
-        options: of the storage.
         pages: records of K and V.
     """
     if options.backend != "file":
