@@ -15,8 +15,9 @@ from checks import alone, assert_nothing_held
 from harness import Server
 from parts import MORE, few
 from planned_bytes import assert_planned
+from plugins import make_exact_products
 from settings import SMALL_ROWS
-from tiny_models import CONTEXT, tiny_model
+from tiny_models import CONTEXT, LAYERS, tiny_model
 from workload import NEW_TOKENS, PROMPTS, SHARED, DenseTokens
 
 #: One context within the budget, three far beyond it.
@@ -36,7 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sketch": {"algorithm": "sketch", "tail_estimate": True},
     # Fewer candidates than the longest contexts have pages.
     "sketch-economy": {"algorithm_config": {"economy": True}},
-    "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
+    # The last layer attends what the second one selects.
+    "reuse-layers": {"algorithm": "quest", "reuse_layers": LAYERS, "dense_layers": [0]},
 }
 #: What ``make test`` runs.
 USUAL = ("quest-bfloat16", "snapkv", "dipr", "sketch", "reuse-layers")
@@ -44,11 +46,15 @@ COMMON = SMALL_ROWS | {"device_memory": "64MB", "checked": True}
 
 
 @pytest.fixture(scope="module", params=few(CASES, *USUAL, others=MORE))
-def server(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, log_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     config = CASES[request.param] | COMMON
     flags = ("--max-total-tokens", "40000", "--max-running-requests", "4")
     log = log_dir / f"algorithm-{request.param}.log"
-    with Server(tiny_model("llama"), log, *flags, config=config) as started:
+    plugin = make_exact_products(tmp_path_factory.mktemp("exact-products"))
+    options = {"config": config, "python_path": [plugin]}
+    with Server(tiny_model("llama"), log, *flags, **options) as started:
         started.case = request.param
         yield started
 
