@@ -53,9 +53,6 @@ _FLAGS = (
     ("--attn-dp-size, --pp-size", "ranks divide `host_memory`; some settings do not go with them "
      "([operations.md](operations.md#several-ranks))"),
     ("--kv-cache-dtype fp8_e4m3", "stores K and V in eight bits with scales ([fp8.md](fp8.md))"),
-    ("--enable-unified-cache-external-linker", "is set by `storage`; given by itself, with backend "
-     "`dynamic` and `HiSparseLinker` of `hisparse.sglang.features.storage.linker` "
-     "([storage.md](storage.md))"),
     ("--enable-metrics", "adds the metrics below to `/metrics`"),
 )  # fmt: skip
 

@@ -110,7 +110,7 @@ REFUSED: list[Refused] = [
     # fingerprint of offloaded weights lacks some.
     ("--disable-radix-cache", STORE, "--disable-radix-cache is given, but storage"),
     (f"--unified-cache-external-linker-config {LINKER}", STORE, "storage is set and --unified"),
-    ("--enable-unified-cache-external-linker", None, "expected dynamic with"),
+    ("--enable-unified-cache-external-linker", None, "expected it unset, and storage"),
     (f"--forward-hooks {HOOKS}", STORE,
      "storage: got --forward-hooks, whose code may change K and V; expected no st"),
     ("--enable-eplb", STORE, apart("--enable-eplb true", "storage", "no storage")),
@@ -243,7 +243,7 @@ def test_a_store_of_a_model_whose_pages_depend_on_more_than_their_tokens(tmp_pat
     model = changed_llama(tmp_path, rope_parameters=LONGROPE, head_dim=16)
     assert "storage: got a model with longrope" in refusal(model=model, config=STORE)
     resolve(model=model, config={})
-    server = SimpleNamespace(enable_unified_cache_external_linker=True, forward_hooks=None)
+    server = SimpleNamespace(forward_hooks=None)
     text = SimpleNamespace(rope_parameters={"rope_type": "default"})
     for is_multimodal in (False, True):
         model = SimpleNamespace(hf_text_config=text, is_multimodal=is_multimodal)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -337,23 +336,6 @@ def test_two_ranks_find_what_two_ranks_wrote(kind: str, log_dir: Path, tmp_path:
         after = server.generate(DOCUMENT, NEW_TOKENS)
         assert (after.ids, after.cached) == (before.ids, CACHED)
         assert server.counted("storage_loaded_pages") == (2 * 93,)
-
-
-@more
-def test_flags_of_sglang_alone(log_dir: Path, tmp_path: Path) -> None:
-    linker = {
-        "linker": "HiSparseLinker",
-        "linker_module_path": "hisparse.sglang.features.storage.linker",
-    }
-    config = json.dumps(linker | {"linker_extra_config": {"path": str(tmp_path)}})
-    flags = ("--enable-unified-cache-external-linker",)
-    flags += ("--unified-cache-external-linker-backend", "dynamic")
-    flags += ("--unified-cache-external-linker-config", config)
-    with start(log_dir, "flags-first", None, SPARSE, flags=flags) as server:
-        first = ask_and_store(server, DOCUMENT, 93)
-    with start(log_dir, "flags-second", tmp_path, SPARSE) as server:
-        second = server.generate(DOCUMENT, NEW_TOKENS)
-        assert (second.ids, second.cached) == (first.ids, CACHED)
 
 
 @more

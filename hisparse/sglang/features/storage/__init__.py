@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, quoted
-from hisparse.options import StorageOptions, from_options
 from hisparse.sglang.features.base import STORAGE, Feature, Option, Start
 from hisparse.sglang.features.storage.calls import COUNTERS
 from hisparse.sglang.features.storage.key import AdapterKeys, StorageState
@@ -22,7 +21,6 @@ _LINKER: Final = {
     "linker": "HiSparseLinker",
     "linker_module_path": "hisparse.sglang.features.storage.linker",
 }
-_FLAG: Final = "--unified-cache-external-linker-config"
 #: Names of a rotary embedding of which SGLang picks the long or the short factors by the longest
 #: position of a whole batch.
 _LONGROPE: Final = {"longrope", "su"}
@@ -72,36 +70,31 @@ EPLB = Option(
 
 
 def request_linker(server_args: Any, config: HiSparseConfig) -> None:
-    """Set SGLang's flags for the key ``storage``, or check those of the command line.
+    """Set SGLang's flags for the key ``storage``.
 
     Raises:
-        ConfigError: the radix cache is off, or the flags ask for another linker than that of
-            hisparse.
+        ConfigError: the radix cache is off, or the command line asks for a linker.
     """
     if server_args.disable_radix_cache:
         raise ConfigError(
             "--disable-radix-cache is given, but storage keeps prefixes of the radix cache; "
             "expected one of the two"
         )
-    if config.storage is not None:
-        wanted = _LINKER | {"linker_extra_config": asdict(config.storage)}
-        given = server_args.unified_cache_external_linker_config
-        if given not in (None, wanted):
-            raise ConfigError(
-                f"storage is set and {_FLAG} is {quoted(given)}; expected one of the two"
-            )
-        server_args.enable_unified_cache_external_linker = True
-        server_args.unified_cache_external_linker_backend = "dynamic"
-        server_args.unified_cache_external_linker_config = wanted
-    linker = server_args.unified_cache_external_linker_config or {}
-    found = {name: linker.get(name) for name in _LINKER}
-    if server_args.unified_cache_external_linker_backend != "dynamic" or found != _LINKER:
+    if config.storage is None:
         raise ConfigError(
-            f"--unified-cache-external-linker-backend is "
-            f"{server_args.unified_cache_external_linker_backend} with {quoted(linker)}; expected "
-            f"dynamic with {_LINKER}, the only linker that reads hisparse's host pool"
+            "--enable-unified-cache-external-linker is given; expected it unset, and storage in "
+            "--hisparse-config for the only linker that reads hisparse's host pool"
         )
-    read_options(linker.get("linker_extra_config") or {})
+    wanted = _LINKER | {"linker_extra_config": asdict(config.storage)}
+    given = server_args.unified_cache_external_linker_config
+    if given not in (None, wanted):
+        raise ConfigError(
+            f"storage is set and --unified-cache-external-linker-config is {quoted(given)}; "
+            "expected one of the two"
+        )
+    server_args.enable_unified_cache_external_linker = True
+    server_args.unified_cache_external_linker_backend = "dynamic"
+    server_args.unified_cache_external_linker_config = wanted
 
 
 def check_told_apart(server_args: Any, model: Any) -> None:
@@ -128,15 +121,6 @@ def check_told_apart(server_args: Any, model: Any) -> None:
         f"storage: got {got}; expected no storage, or a model and flags with which only its "
         "weights and the tokens decide K and V"
     )
-
-
-def read_options(extra_config: Any) -> StorageOptions:
-    """The options of the storage in ``linker_extra_config``.
-
-    Raises:
-        ConfigError: an option is unknown or invalid.
-    """
-    return from_options(StorageOptions, "storage", _FLAG, dict(extra_config or {}))
 
 
 class Storage(Feature):

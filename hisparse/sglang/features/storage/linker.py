@@ -22,7 +22,6 @@ from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
 from hisparse.options import StorageOptions
-from hisparse.sglang.features.storage import read_options
 from hisparse.sglang.features.storage.calls import StorageHealth, Workers
 from hisparse.sglang.features.storage.key import StorageState, make_namespace, model_fingerprint
 from hisparse.sglang.features.storage.pages import open_storage
@@ -67,7 +66,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         params: Any,
         *,
         components: Any,
-        extra_config: Any = None,
+        extra_config: Any,
         forward_stream: Any = None,
     ) -> None:
         self.forward_stream = forward_stream
@@ -83,7 +82,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.exact, self._loaded = coordinator.share_pages()
         self.serializer = PageSerializer(pool.host, params.page_size, coordinator.stored_entries())
         with errors_logged():
-            self._connect(read_options(extra_config), pool.host.num_pages)
+            self._connect(StorageOptions(**extra_config), pool.host.num_pages)
         #: Host pages of loads whose forward has not begun, by request.
         self._admitted: dict[str, Tensor] = {}
 
