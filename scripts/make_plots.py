@@ -1,8 +1,8 @@
 """Draw the pictures of README and docs from committed results; ``make docs`` runs it.
 
 ``python -m scripts.make_plots KIND RESULT.json [RESULT.json ...] OUT.svg`` draws what was printed
-by ``hisparse eval --json`` ("quality"), ``bench decode --json`` ("speed") or ``trace replay
---json`` ("trace").
+by ``hisparse eval --json`` ("quality"), ``eval --ruler --json`` ("ruler"), ``bench decode --json``
+("speed") or ``trace replay --json`` ("trace").
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from hisparse.errors import ConfigError, HiSparseError, one_line
 from hisparse.eval.method import DENSE
+from hisparse.eval.results import MEAN
 from hisparse.options import read_object
 
 #: Keyword arguments of ``Axes.plot``.
@@ -199,6 +200,8 @@ def _draw_panel(ax: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
 
 
 _Z95 = 1.96
+#: Tokens of the methods whose bytes are compared.
+_RULER_BUDGET = 256
 
 
 def pool_scores(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -264,6 +267,48 @@ def quality_figure(result: dict[str, Any]) -> Figure:
         styles,
         title=f"Quality against tokens attended per step, of {result['context'][0]:,} tokens",
         note=f"{source} Bars are 95% intervals. Dashed: dense attention.",
+    )
+
+
+def ruler_figure(result: dict[str, Any]) -> Figure:
+    """RULER's mean score against the budget, and against the bytes that a method keeps of a token.
+
+    Args:
+        result: object that ``hisparse eval --ruler --json`` printed.
+    """
+    found = [cell for cell in result["cells"] if cell["task"] == MEAN]
+    dense, cells = found[0], found[1:]
+    points: list[dict[str, list[Point]]] = [{}, {}]
+    for cell in cells:
+        y = [100 * cell[name] for name in ("score", "low", "high")]
+        name = cell["method"].replace("selection_scope=query_head", "per query head")
+        points[0].setdefault(name, []).append(Point(cell["budget"], *y))
+        if cell["budget"] == _RULER_BUDGET:
+            points[1].setdefault(name, []).append(Point(cell["bytes_per_token"], *y))
+    level = 100 * dense["score"]
+    budgets = sorted({cell["budget"] for cell in cells})
+    panels = (
+        Panel(
+            title=f"Score of {dense['n']} prompts, percent",
+            lines=points[0],
+            label="budget, tokens",
+            level=level,
+            log="x",
+            ticks=budgets,
+        ),
+        Panel(
+            title=f"The same, with a budget of {_RULER_BUDGET}",
+            lines=points[1],
+            label="device bytes a token beside K and V, all layers",
+            level=level,
+        ),
+    )
+    source = f"{result['model']}, {result['machine']}, commit {result['commit'][:7]}."
+    return draw(
+        panels,
+        make_styles(points[0]),
+        title=f"RULER at {result['context'][0]:,} tokens: the tasks that dense attention can do",
+        note=f"{source} Bars are 95% intervals over prompts. Dashed: dense attention.",
     )
 
 
@@ -344,6 +389,7 @@ def _read(file: str) -> dict[str, Any]:
 
 _KINDS: dict[str, Callable[[Sequence[str]], Figure]] = {
     "quality": lambda files: quality_figure(_read(files[0])),
+    "ruler": lambda files: ruler_figure(_read(files[0])),
     "speed": lambda files: speed_figure(list(map(_read, files))),
     "trace": lambda files: trace_figure([x for file in files for x in _read(file)["traces"]]),
     "capacity": lambda files: capacity_figure([x for file in files for x in _read(file)["traces"]]),

@@ -15,7 +15,7 @@ from torch import Tensor
 from hisparse.algorithms import build_algorithm, entry_bytes
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import kept_tensors
+from hisparse.engine.build import choose_selection
 from hisparse.engine.capabilities import choose_scope
 from hisparse.errors import ConfigError, HiSparseError, one_line
 from hisparse.eval.documents import (
@@ -44,6 +44,13 @@ def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
     window = -(-spec.widest_window // spec.page_size) * spec.page_size
     tokens = max(smallest, window)
     return replace(config, device_buffer_size=tokens, max_row_capacity=tokens)
+
+
+def bytes_per_token(model: Any, config: HiSparseConfig) -> float:
+    """Device bytes of a token's part of its page's representations, in all layers."""
+    spec, scale = read_model_shape(model, config.page_size)
+    _, policy, kinds = choose_selection(config, spec, scale)
+    return entry_bytes(kinds, "page", kv=policy.kv) / config.page_size
 
 
 def rows_that_fit(model: Any, config: HiSparseConfig) -> int:
@@ -188,13 +195,13 @@ class Evaluation:
 
     def _record(self, document: Document, method: Method) -> dict[str, Any]:
         stats = SelectionStats()
-        scores, bytes_per_token = self._score(document, method, stats)
+        scores = self._score(document, method, stats)
         continued = torch.stack([x for s in scores for x in s.distributions])
         dense = self._dense(document, method, continued)
         return {
             "context": document.context,
             "algorithm": method.config.algorithm,
-            "bytes_per_token": bytes_per_token,
+            "bytes_per_token": bytes_per_token(self.model, method.config),
             "kl": (dense.exp() * (dense - continued)).sum(-1).tolist(),
             "items": [line for s in scores for line in s.lines()],
             **stats.summary(),
@@ -227,9 +234,7 @@ class Evaluation:
             )
         return dense.to(continued.device)
 
-    def _score(
-        self, document: Document, method: Method, stats: SelectionStats
-    ) -> tuple[list[ItemScores], float]:
+    def _score(self, document: Document, method: Method, stats: SelectionStats) -> list[ItemScores]:
         """Scores of all items, and device bytes per token for representations."""
         config = with_smallest_buffer(self.model, method.config)
         rows = min(rows_that_fit(self.model, config), len(document.items))
@@ -242,9 +247,7 @@ class Evaluation:
                 stats.start_batch()
                 group = items[start : start + rows]
                 scores += score_items(self.model, cache, document.ids, group)
-        policy = cache.coordinator.policy
-        kinds = kept_tensors(config, cache.coordinator.algorithm, policy)
-        return scores, entry_bytes(kinds, "page", kv=policy.kv) / policy.kv.page_size
+        return scores
 
     def _context(self, document: Document, config: HiSparseConfig, rows: int) -> Any:
         """A cache with the document up to the first item."""

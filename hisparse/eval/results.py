@@ -183,7 +183,8 @@ def make_ruler_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
     ``low`` and ``high`` are a 95% bootstrap interval over prompts; so are ``lost_low`` and
     ``lost_high`` of ``lost``, the dense model's score less the method's, in pairs. ``tokens`` are
     the shortest, mean and longest prompt. ``usable`` says whether the dense model scores at least
-    :data:`USABLE_RULER`; ``MEAN`` is over the prompts of such tasks.
+    :data:`USABLE_RULER`; ``MEAN`` is over the prompts of such tasks. ``scores`` has every prompt's,
+    in the order of all other methods' with as many.
     """
     cells = []
     dense = {key: r["score"] for key, r in _dense(records).items()}
@@ -219,6 +220,8 @@ def make_ruler_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
                     "usable": reference >= USABLE_RULER,
                     "n": len(part),
                     "kept_mean": _mean(part, "kept_mean"),
+                    "bytes_per_token": part[0]["bytes_per_token"],
+                    "scores": [round(float(x), 4) for x in scores],
                 }
             )
     return cells

@@ -31,7 +31,14 @@ from torch import Tensor
 from hisparse.algorithms import DecodeStep
 from hisparse.engine.decode import SelectionObserver
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.eval.evaluation import Progress, decode, make_folder, prefill, with_smallest_buffer
+from hisparse.eval.evaluation import (
+    Progress,
+    bytes_per_token,
+    decode,
+    make_folder,
+    prefill,
+    with_smallest_buffer,
+)
 from hisparse.eval.method import DENSE, Method
 from hisparse.eval.results import RecordKey, Records, RulerLine
 from hisparse.eval.selection_stats import kept_tokens
@@ -266,7 +273,8 @@ class RulerEvaluation:
                 for number, method in enumerate(wanted):
                     if not (prompts := [p for p in group if (p.name, number) in missing]):
                         continue
-                    what = f"{len(prompts)} prompts of {group[0].context}: {method.name}"
+                    count = f"{len(prompts)} prompt{'s' if len(prompts) > 1 else ''}"
+                    what = f"{count} of {group[0].context}: {method.name}"
                     budget = "" if method.name == DENSE else f", {method.config.budget}"
                     self.progress(what + budget, done, total)
                     for name, answer in self._answer(prompts, method, contexts):
@@ -279,7 +287,10 @@ class RulerEvaluation:
         finally:
             disable(self.model)
         self.progress("done", done, total)
-        return [found[key] for key in keys.values()]
+        sizes = [bytes_per_token(self.model, method.config) for method in wanted]
+        return [
+            found[key] | {"bytes_per_token": sizes[number]} for (_, number), key in keys.items()
+        ]
 
     def _groups(self, names: Collection[str]) -> Iterator[list[Prompt]]:
         """The prompts of these names, the first of each task before the second of any."""

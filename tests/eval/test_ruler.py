@@ -130,6 +130,7 @@ def test_dense_says_what_the_model_says_by_itself(
     streaming = [r for r in records if r["method"] == "streaming"]
     assert streaming[0]["answer"] != dense[0]["answer"]
     assert all(80 <= r["kept_mean"] <= 96 for r in streaming)
+    assert {r["bytes_per_token"] for r in records} == {0}
     assert [r["tokens"] for r in streaming] == list(LENGTHS)
     assert sorted(x.name for x in next(tmp_path.iterdir()).iterdir()) == ["ruler.jsonl"]
 
@@ -173,7 +174,7 @@ def test_a_run_that_was_interrupted_goes_on(
     evaluation(tmp_path / "parts", prompts, methods=more, progress=lambda *x: seen.append(x)).run()
     assert [what for what, _, _ in seen] == [
         "2 prompts of 1024: oracle, 96",
-        "1 prompts of 1024: oracle, 96",
+        "1 prompt of 1024: oracle, 96",
         "done",
     ]
 
@@ -259,6 +260,7 @@ def record(task: str, number: int, method: str, right: float) -> dict[str, Any]:
         "tokens": 3000 + number,
         "algorithm": method,
         "score": right,
+        "bytes_per_token": 12.0,
     }
 
 
@@ -280,6 +282,8 @@ def test_cells_pair_methods_with_dense() -> None:
     assert vt["lost"] == pytest.approx(0.2) and 0 <= vt["lost_low"] < 0.2 < vt["lost_high"] <= 0.6
     assert (vt["low"], vt["high"]) == pytest.approx((0.3, 0.9), abs=0.11)
     assert vt["tokens"] == [3000, 3004, 3009]
+    assert vt["scores"] == scores["vt"]["quest"] and vt["bytes_per_token"] == 12
+    assert cells["quest", "mean"]["scores"] == vt["scores"], "prompts in the order of dense"
     assert not cwe["usable"] and cwe["lost"] == pytest.approx(-0.2) == cwe["lost_high"]
     assert cells["quest", "mean"]["score"] == 0.6, "over the tasks that the dense model does"
     assert cells["dense", "mean"]["lost"] == cells["dense", "mean"]["lost_high"] == 0
