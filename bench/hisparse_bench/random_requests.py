@@ -147,7 +147,7 @@ class RandomRequests:
                 is_last=end == self.context,
             )
             indexer = self.indexer_inputs(len(k)) if self.kv.index_head_dim else None
-            self.coordinator.build_representations(layer, chunk, k, v, indexer)
+            self.coordinator.prefill.build_representations(layer, chunk, k, v, indexer)
 
     def _sizes(self) -> PoolSizes:
         rows, row_pages = self.policy.heads, self.row_tokens // self.kv.page_size

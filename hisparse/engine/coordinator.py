@@ -15,9 +15,9 @@ from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeLayer, SelectionObserver
 from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.engine.modes import RequestChoices
-from hisparse.engine.prefill import Prefill, PrefillChunk
+from hisparse.engine.prefill import Prefill
 from hisparse.engine.received import Build, RestoredPages, TransferredRequests
-from hisparse.types import IndexerInputs, PagedKV
+from hisparse.types import IndexerInputs
 
 #: ``(layer_id, q, k, v, indexer, sinks)``: attention of one layer, as
 #: :meth:`SparseCoordinator.attention` describes.
@@ -137,7 +137,8 @@ class SparseCoordinator:
         kept = self.representations.of_model
         if kept and not overriding("store_pages", self.extensions.values()):
             return {}
-        build: Build = self.prefill.store_extensions if kept else self.build_representations
+        # Of the prefill: what holds the coordinator would keep all memory until a collection.
+        build: Build = self.prefill.store_extensions if kept else self.prefill.build_representations
         return dict.fromkeys(self.policy.kv.full_layers, build)
 
     def observe(self, observer: SelectionObserver | None) -> None:
@@ -246,23 +247,6 @@ class SparseCoordinator:
         """
         assert self._forward is not None, "forward_begin comes before attention"
         return self._forward.attention(layer_id, q, k, v, indexer, sinks)
-
-    def build_representations(
-        self,
-        layer_id: int,
-        chunk: PrefillChunk,
-        k: Tensor,
-        v: Tensor,
-        indexer: IndexerInputs | None = None,
-    ) -> None:
-        """Build representations of a chunk from loaded K and V ``[T, Hkv, D]``, model's dtype.
-
-        Loaded chunks have no queries; only algorithms with a ``query_window`` need them. An
-        algorithm that asks the model's indexer needs its outputs for these tokens.
-        """
-        self.representations.apply_resets()
-        no_queries = k.new_zeros(0, self.policy.kv.num_q_heads, k.shape[-1])
-        self.prefill.summarize(layer_id, chunk, no_queries, PagedKV(k, v), indexer)
 
     def forward_end(self) -> None:
         """End the forward after its last layer: join side work, publish counters."""

@@ -157,6 +157,23 @@ class Prefill:
         self._store(layer_id, host_pages, keys, values)
         return step
 
+    def build_representations(
+        self,
+        layer_id: int,
+        chunk: PrefillChunk,
+        k: Tensor,
+        v: Tensor,
+        indexer: IndexerInputs | None = None,
+    ) -> None:
+        """Build representations of a chunk from loaded K and V ``[T, Hkv, D]``, model's dtype.
+
+        Loaded chunks have no queries; only algorithms with a ``query_window`` need them. An
+        algorithm that asks the model's indexer needs its outputs for these tokens.
+        """
+        self._components.representations.apply_resets()
+        no_queries = k.new_zeros(0, self._policy.kv.num_q_heads, k.shape[-1])
+        self.summarize(layer_id, chunk, no_queries, PagedKV(k, v), indexer)
+
     def store_extensions(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> None:
         """Build only extensions' representations, from ``k, v [T, Hkv, D]``, model's dtype."""
         self._store(layer_id, *self._complete(chunk, PagedKV(k, v)))

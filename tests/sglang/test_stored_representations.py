@@ -142,7 +142,7 @@ def test_pages_of_decode_steps_have_what_building_gives(shape: dict[str, Any]) -
         slot=1, start=0, length=count * size, offset=0, host_pages=pages.int(), is_last=False
     )
     for layer in range(sim.layers):
-        coordinator.build_representations(
+        coordinator.prefill.build_representations(
             layer, chunk, *sim.manager.kv_io.read_tokens(layer, slots)
         )
     assert kept

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,21 @@ def test_the_longest_prefix_of_any_context(net: Any, db: DB) -> None:
     assert {name: num_loaded(db, ids) for name, (ids, _) in expected.items()} == {
         name: length for name, (_, length) in expected.items()
     }
+
+
+def test_memory_is_free_as_soon_as_nobody_holds_it(net: Any, tmp_path: Path) -> None:
+    """Without a collection, which hardly comes: tensors of gigabytes are few objects."""
+    gc.collect()
+    gc.disable()
+    try:
+        with DB(tmp_path / "store", net, SMALL, **SIZES) as db:
+            compute(net, db, DOCUMENT)
+            assert num_loaded(db, DOCUMENT) == 144
+            pool = weakref.ref(db._cache.row_store.coordinator.manager.host)
+        del db
+        assert pool() is None
+    finally:
+        gc.enable()
 
 
 class OnDevice(Tensor):
