@@ -34,7 +34,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval import TASKS, Evaluation, Method, make_cells, make_summary, parse_methods
-from hisparse.eval.evaluation import Progress, check_context
+from hisparse.eval.evaluation import Progress, bytes_per_token, check_context
 from hisparse.eval.models import MODELS, default_cache, load, resolve
 from hisparse.eval.results import make_ruler_cells
 from hisparse.eval.ruler import TASKS as RULER_TASKS
@@ -138,6 +138,9 @@ def _run_ruler(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
         "dtype": str(net.dtype).removeprefix("torch."),
         "cells": make_ruler_cells(records),
     }
+    sizes = {(m.name, m.config.budget): bytes_per_token(net, m.config) for m in methods}
+    for cell in result["cells"]:
+        cell["bytes_per_token"] = sizes.get((cell["method"], cell["budget"]), 0)
     tables = make_ruler_tables(result["cells"])
     print_result(arguments, result, lambda console: _print_tables(console, tables))
     return 0

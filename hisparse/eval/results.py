@@ -220,7 +220,6 @@ def make_ruler_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
                     "usable": reference >= USABLE_RULER,
                     "n": len(part),
                     "kept_mean": _mean(part, "kept_mean"),
-                    "bytes_per_token": part[0]["bytes_per_token"],
                     "scores": [round(float(x), 4) for x in scores],
                 }
             )

@@ -31,14 +31,7 @@ from torch import Tensor
 from hisparse.algorithms import DecodeStep
 from hisparse.engine.decode import SelectionObserver
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.eval.evaluation import (
-    Progress,
-    bytes_per_token,
-    decode,
-    make_folder,
-    prefill,
-    with_smallest_buffer,
-)
+from hisparse.eval.evaluation import Progress, decode, make_folder, prefill, with_smallest_buffer
 from hisparse.eval.method import DENSE, Method
 from hisparse.eval.results import RecordKey, Records, RulerLine
 from hisparse.eval.selection_stats import kept_tokens
@@ -287,10 +280,7 @@ class RulerEvaluation:
         finally:
             disable(self.model)
         self.progress("done", done, total)
-        sizes = [bytes_per_token(self.model, method.config) for method in wanted]
-        return [
-            found[key] | {"bytes_per_token": sizes[number]} for (_, number), key in keys.items()
-        ]
+        return [found[key] for key in keys.values()]
 
     def _groups(self, names: Collection[str]) -> Iterator[list[Prompt]]:
         """The prompts of these names, the first of each task before the second of any."""
