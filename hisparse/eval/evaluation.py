@@ -49,7 +49,8 @@ def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
 def bytes_per_token(model: Any, config: HiSparseConfig) -> float:
     """Device bytes of a token's part of its page's representations, in all layers."""
     spec, scale = read_model_shape(model, config.page_size)
-    _, policy, kinds = choose_selection(config, spec, scale)
+    device = torch.device(getattr(model, "device", "cpu")).type
+    _, policy, kinds = choose_selection(config, spec, scale, device)
     return entry_bytes(kinds, "page", kv=policy.kv) / config.page_size
 
 

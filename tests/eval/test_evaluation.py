@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.eval import Evaluation, Item, Method, make_cells, make_summary, parse_methods
 from hisparse.eval.documents import CONTINUE
-from hisparse.eval.evaluation import ItemScores, score_items
+from hisparse.eval.evaluation import ItemScores, bytes_per_token, score_items
 from hisparse.eval.texts import read_text
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.eval.test_documents import Letters
@@ -54,6 +55,16 @@ def contents(made: Any, **settings: Any) -> tuple[HiSparseCache, Tensor]:
     with torch.no_grad():
         made(ids[:, :LENGTH], past_key_values=cache, logits_to_keep=1)
     return cache, ids
+
+
+@pytest.mark.parametrize("name", ["sketch", "quest", "oracle"])
+def test_bytes_are_those_of_the_tensors(net: Any, name: str) -> None:
+    """Of the device that decodes: sketches of a GPU are larger than a CPU's."""
+    settings = {"algorithm": name, "budget": 128}
+    cache, _ = contents(net, **settings)
+    tensors = cache.coordinator.representations.of_pages.values()
+    held = sum(x[:, 0].nbytes for x in tensors) / 16
+    assert bytes_per_token(net, HiSparseConfig.from_dict(settings)) == held > 0
 
 
 def test_dense_answers_are_those_of_the_model(net: Any) -> None:
