@@ -161,7 +161,7 @@ void launch_queries(const OnDevice& on, int64_t requests, const SketchScoreParam
 
 }  // namespace
 
-// After the scores come `lse`, [B, Hq] or None, the layout's four numbers and the softmax scale.
+// After the scores come `lse`, [B, Hq] or None, the layout's five numbers and the softmax scale.
 void sketch_score(Arguments& in) {
   SketchScoreParams p{};
   const TensorView query = in.tensor(), sketches = in.tensor(), host_page_table = in.tensor();
@@ -176,6 +176,7 @@ void sketch_score(Arguments& in) {
   p.layout.page_size = in.number<int32_t>();
   p.layout.num_channels = in.number<int32_t>();
   p.layout.numbered = in.number<int32_t>() != 0;
+  p.layout.bits = in.number<int32_t>();
   if (!p.layout.numbered) {
     TVM_FFI_THROW(ValueError) << "layout: got sketches without the numbers of their channels, "
                               << "which CPUs read, expected numbered ones";

@@ -1,4 +1,5 @@
-// page_sketch: a base value for each channel of a page, and two bits a token where it varies most.
+// page_sketch: a base value for each channel of a page, and two bits a token where it varies most, or
+// four bits a token everywhere.
 #include "parallel.h"
 #include "simd.h"
 #include "sketch.h"
@@ -129,15 +130,38 @@ void encode_tokens(const Workspace& w, const float* scales, int32_t first, int32
   }
 }
 
+// Four bits for every token and channel, in the order in which sketch_score multiplies them.
+void write_nibbles(const SketchLayout& l, Workspace& w, const float* scales, uint8_t* out) {
+  auto* codes = reinterpret_cast<uint8_t*>(w.codes.data());  // of a token, [width]
+  for (int32_t t = 0; t < l.page_size; ++t) {
+    for (int32_t d = 0; d < l.dim; ++d) {
+      const float code = (w.token(t)[d] - w.base[d]) / scales[d] + 8;
+      codes[d] = static_cast<uint8_t>(static_cast<int32_t>(std::clamp(code, 0.0f, 15.0f)));
+    }
+    std::fill(codes + l.dim, codes + l.blocks() * kBlock, uint8_t{0});
+    const int32_t place = t % 4 * 4 + t % kWordTokens / 4;
+    uint8_t* to = out + l.codes() + t / kWordTokens * l.code_bytes() + place * 4;
+    for (int32_t block = 0; block < l.blocks(); ++block) {
+      uint32_t low, high;
+      std::memcpy(&low, codes + block * kBlock, 4);
+      std::memcpy(&high, codes + block * kBlock + 4, 4);
+      low |= high << 4;
+      std::memcpy(to + block * 64, &low, 4);
+    }
+  }
+}
+
 void write_detail(const SketchLayout& l, Workspace& w, uint8_t* out) {
   std::vector<float>& scales = w.high;  // Reuses the maxima's memory.
+  const float part = l.bits == 4 ? 0.125f : 0.5f;
   for (int32_t d = 0, place = 0; d < l.dim; ++d) {
-    const uint8_t code = scale_code(std::max(w.high[d] - w.base[d], w.base[d] - w.low[d]) * 0.5f);
+    const uint8_t code = scale_code(std::max(w.high[d] - w.base[d], w.base[d] - w.low[d]) * part);
     scales[d] = scale_of(code);
     if (!w.chosen[d]) continue;
-    out[l.channels() + d / 8] |= static_cast<uint8_t>(1 << d % 8);
+    if (l.bits == 2) out[l.channels() + d / 8] |= static_cast<uint8_t>(1 << d % 8);
     out[l.channel_scales() + place++] = code;
   }
+  if (l.bits == 4) return write_nibbles(l, w, scales.data(), out);
   for (int32_t t = 0; t < l.page_size; t += 16) {
     const int32_t last = std::min(t + 16, l.page_size), bytes = (last - t + 3) / 4;
     encode_tokens(w, scales.data(), t, last, w.codes.data());
@@ -171,7 +195,8 @@ void run(const PageSketchParams& p) {
 
 void page_sketch(Arguments& in) {
   const TensorView keys = in.tensor(), sketches = in.tensor(), host_pages = in.tensor();
-  const auto num_channels = in.number<int64_t>(), numbered = in.number<int64_t>();
+  const auto num_channels = in.number<int64_t>(), numbered = in.number<int64_t>(),
+             bits = in.number<int64_t>();
   require_unit_stride(keys, "keys");
   PageSketchParams p;
   const int64_t bytes = keys.dtype().bits / 8;
@@ -186,7 +211,7 @@ void page_sketch(Arguments& in) {
   p.num_host_pages = sketches.size(0);
   p.heads = static_cast<int32_t>(keys.size(2));
   p.layout = {static_cast<int32_t>(keys.size(3)), static_cast<int32_t>(keys.size(1)),
-              static_cast<int32_t>(num_channels), numbered != 0};
+              static_cast<int32_t>(num_channels), numbered != 0, static_cast<int32_t>(bits)};
   require_sketches(sketches, p.layout);
   for (int64_t i = 0; i < p.num_pages; ++i) {
     if (p.host_page(i) >= p.num_host_pages) {

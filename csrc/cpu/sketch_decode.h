@@ -56,11 +56,13 @@ struct Tile {
   Buffer<uint8_t> multiples;      // [kTile, places, 4]: levels times 0 to 3
   Buffer<uint8_t> chosen;         // [kTile, chosen_stride], signed: see start_scores
   Buffer<Ints> sums;              // [kTile, registers, kQueries]
+  Buffer<uint8_t> rows;           // [kTile, kQueries, whole registers], signed, with four bits
 
   Tile(const Layout& layout, int32_t group)
       : of_layout(layout), group(group), levels(kTile * places()),
         multiples(kTile * places() * 4), chosen(kTile * chosen_stride()),
-        sums(kTile * registers() * kQueries) {}
+        sums(kTile * registers() * kQueries),
+        rows(Layout::kBits == 4 ? kTile * kQueries * round_up(this->layout().dim, sizeof(Bytes)) : 0) {}
 
   SketchLayout layout() const { return of_layout.get(); }
   // Queries of a KV head, in whole blocks.

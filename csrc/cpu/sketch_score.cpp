@@ -9,6 +9,7 @@
 #include "sketch.h"
 #include "sketch_decode.h"
 #include "sketch_dot.h"
+#include "sketch_nibbles.h"
 #include "sketch_start.h"
 #include "sketch_start_avx512.h"
 #include "tail.h"
@@ -151,25 +152,29 @@ HISPARSE_NOINLINE void add_weights(Tile<Layout>& tile, int32_t done) {
 }
 
 // A score is its top + log(total).
-template <int G, typename Layout>
-void score_queries(const Queries& queries, Tile<Layout>& tile, int32_t done) {
+template <int G, typename Layout, typename Of>
+void score_queries(const Of& queries, Tile<Layout>& tile, int32_t done) {
   start_scores<G>(queries, tile, done);
-  add_codes<G>(tile);
+  if constexpr (Layout::kBits == 4) {
+    add_nibbles<G>(tile);
+  } else {
+    add_codes<G>(tile);
+  }
   add_weights<G>(tile, done);
 }
 
 // The last few queries of a group, at most kQueries.
-template <int G = kQueries, typename Layout>
-void score_some(int32_t left, const Queries& queries, Tile<Layout>& tile, int32_t done) {
+template <int G = kQueries, typename Layout, typename Of>
+void score_some(int32_t left, const Of& queries, Tile<Layout>& tile, int32_t done) {
   if constexpr (G > 0) {
     if (left == G) return score_queries<G>(queries, tile, done);
     score_some<G - 1>(left, queries, tile, done);
   }
 }
 
-template <typename Layout>
-void score_tile(const Queries& queries, Tile<Layout>& tile) {
-  decode_levels(tile);
+template <typename Layout, typename Of>
+void score_tile(const Of& queries, Tile<Layout>& tile) {
+  if constexpr (Layout::kBits == 2) decode_levels(tile);
   for (int32_t done = 0; done < tile.group; done += kQueries) {
     tile.last = done + kQueries >= tile.group;
     score_some(std::min(kQueries, tile.group - done), queries, tile, done);
@@ -184,11 +189,12 @@ float score_any(const SketchLayout& l, const float* q, float scale, const uint8_
     const float unit = scale_of(sketch[l.block_scales() + d / kBlock]);
     base += q[d] * scale * static_cast<int8_t>(sketch[d]) * unit;
   }
+  const float middle = static_cast<float>((1 << l.bits) - 1) / 2;
   for (int32_t d = 0, place = 0; d < l.dim && place < l.num_channels; ++d) {
-    if (!(sketch[l.channels() + d / 8] >> d % 8 & 1)) continue;
+    if (l.bits == 2 && !(sketch[l.channels() + d / 8] >> d % 8 & 1)) continue;
     const float x = q[d] * scale * scale_of(sketch[l.channel_scales() + place]);
     for (int32_t t = 0; t < l.page_size; ++t) {
-      logits[t] += x * (static_cast<float>(l.code_of(sketch, place, t)) - 1.5f);
+      logits[t] += x * (static_cast<float>(l.code_of(sketch, place, t)) - middle);
     }
     ++place;
   }
@@ -227,9 +233,8 @@ Tile<Layout>& tile_of(const Layout& layout, int32_t group) {
 }
 
 // A run's sketches, tile by tile.
-template <typename Layout>
-void score_sketches(const SketchScoreParams& p, const Layout& layout, const Queries& queries,
-                    Run& run) {
+template <typename Layout, typename Of>
+void score_sketches(const SketchScoreParams& p, const Layout& layout, const Of& queries, Run& run) {
   const int32_t bytes = layout.get().num_bytes();
   const int32_t* host_pages = p.host_pages[run.request];
   thread_local std::vector<const uint8_t*> sketches;
@@ -241,6 +246,14 @@ void score_sketches(const SketchScoreParams& p, const Layout& layout, const Quer
   const auto count = static_cast<int32_t>(sketches.size());
   sketches.resize(count + 2 * kTile, sketches.back());
   Tile<Layout>& tile = tile_of(layout, p.q_heads / p.kv_heads);
+  const auto& own = [&]() -> decltype(auto) {
+    if constexpr (Layout::kBits == 4) {
+      return RunQueries(queries, layout.get(), run.request * p.kv_heads, p.kv_heads,
+                        sketches.data(), count);
+    } else {
+      return (queries);
+    }
+  }();
   int32_t head = 0;
   for (int32_t done = 0; done < count; done += kTile) {
     tile.count = std::min(kTile, count - done);
@@ -251,7 +264,7 @@ void score_sketches(const SketchScoreParams& p, const Layout& layout, const Quer
     }
     tile.tops = run.tops.data() + done * run.stride;
     tile.totals = run.totals.data() + done * run.stride;
-    score_tile(queries, tile);
+    score_tile(own, tile);
   }
 }
 
@@ -293,8 +306,9 @@ void write_scores(const SketchScoreParams& p, Run& run) {
 }
 
 // Scores all pages, also the tail pages; false if one of them is not among the host pages.
-template <typename Layout>
-bool score_all(const SketchScoreParams& p, const Layout& layout, const Queries& queries) {
+template <typename Of, typename Layout>
+bool score_all(const SketchScoreParams& p, const Layout& layout) {
+  const Of queries(p.query, p.scale, p.batch * p.kv_heads, p.q_heads / p.kv_heads, p.layout.dim);
   const int64_t runs = (p.num_columns + kPagesPerItem - 1) / kPagesPerItem;
   const double work = static_cast<double>(p.batch * p.num_columns) * p.q_heads * 25;
   std::atomic<bool> in_range{true};
@@ -327,7 +341,8 @@ void sketch_score(Arguments& in) {
   const TensorView scores = in.tensor();
   float* tail_lse = in.data_or_null<float>("tail_lse");
   const auto dim = in.number<int64_t>(), page_size = in.number<int64_t>(),
-             num_channels = in.number<int64_t>(), numbered = in.number<int64_t>();
+             num_channels = in.number<int64_t>(), numbered = in.number<int64_t>(),
+             bits = in.number<int64_t>();
   SketchScoreParams p;
   p.scale = static_cast<float>(in.number<double>());
   const AsFloats floats(query, "query");
@@ -344,16 +359,21 @@ void sketch_score(Arguments& in) {
   p.q_heads = static_cast<int32_t>(query.size(1));
   p.kv_heads = static_cast<int32_t>(sketches.size(1));
   p.layout = {static_cast<int32_t>(dim), static_cast<int32_t>(page_size),
-              static_cast<int32_t>(num_channels), numbered != 0};
+              static_cast<int32_t>(num_channels), numbered != 0, static_cast<int32_t>(bits)};
   require_sketches(sketches, p.layout);
-  const Queries queries(p.query, p.scale, p.batch * p.kv_heads, p.q_heads / p.kv_heads,
-                        p.layout.dim);
   // The usual shapes take a third less time if they are known.
-  using Wide = KnownLayout<128, 16, 40, false>;
-  using Narrow = KnownLayout<64, 16, 20, false>;
-  const bool in_range = p.layout == Wide::get()     ? score_all(p, Wide{}, queries)
-                        : p.layout == Narrow::get() ? score_all(p, Narrow{}, queries)
-                                                    : score_all(p, AnyLayout<false>{p.layout}, queries);
+  const auto score = [&](auto wide, auto narrow, auto any, auto* queries) {
+    using Of = std::remove_pointer_t<decltype(queries)>;
+    return p.layout == wide.get()     ? score_all<Of>(p, wide)
+           : p.layout == narrow.get() ? score_all<Of>(p, narrow)
+                                      : score_all<Of>(p, any);
+  };
+  const bool in_range =
+      p.layout.bits == 4
+          ? score(KnownLayout<128, 16, 128, false, 4>(), KnownLayout<64, 16, 64, false, 4>(),
+                  AnyLayout<false, 4>{p.layout}, static_cast<WholeQueries*>(nullptr))
+          : score(KnownLayout<128, 16, 40, false>(), KnownLayout<64, 16, 20, false>(),
+                  AnyLayout<false>{p.layout}, static_cast<Queries*>(nullptr));
   if (!in_range) {
     require_host_pages(p.host_pages, p.num_pages, p.batch, p.num_columns, p.num_host_pages);
   }

@@ -138,8 +138,8 @@ class BaseSparseAlgorithm(ABC):
         return found
 
     @property
-    def reads_host_keys(self) -> bool:
-        """Whether the algorithm reads keys in host memory, which only a CPU can."""
+    def cpu_only(self) -> bool:
+        """Whether only a CPU can run the algorithm, as if it reads keys in host memory."""
         return False
 
     def appends(self, policy: SelectionPolicy) -> bool:

@@ -10,12 +10,23 @@ from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, regist
 from hisparse.algorithms.page_score import tail_logits
 from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.kernels import key_score, select
-from hisparse.types import Selection
+from hisparse.kernels import SketchLayout, key_score, select
+from hisparse.types import KVSpec, Selection
 
 #: Pages below a hundredth of the largest page's softmax weight are left out.
 _DEFAULT_ALPHA = 0.01
-_SKETCHES = Sketch()
+
+
+class _Codes(Sketch):
+    """Sketches with four bits of every number."""
+
+    def layout(self, kv: KVSpec, device: str = "cpu") -> SketchLayout:
+        if kv.page_size == 1:
+            return super().layout(kv, device)
+        return SketchLayout(kv.head_dim, kv.page_size, kv.head_dim, numbered=False, bits=4)
+
+
+_INDEXES = {"sketch": Sketch(), "codes": _Codes()}
 
 
 @register_algorithm("dipr")
@@ -35,7 +46,8 @@ class DIPR(BaseSparseAlgorithm):
             the heaviest page. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
             None: 0.01 unless ``beta`` is given.
         index: what is searched. "sketch": the page sketches of the algorithm ``sketch``, which
-            estimate the log-sum-exp. "flat": every key in host memory, exactly, on a CPU only.
+            estimate the log-sum-exp. "codes": four bits of every number of the keys, and "flat": every
+            key in host memory, exactly; on a CPU only.
     """
 
     variable_lengths: ClassVar[bool] = True
@@ -45,7 +57,7 @@ class DIPR(BaseSparseAlgorithm):
 
     beta: float | None = None
     alpha: float | None = None
-    index: Literal["sketch", "flat"] = "sketch"
+    index: Literal["sketch", "codes", "flat"] = "sketch"
 
     def __post_init__(self) -> None:
         if self.beta is not None and self.alpha is not None:
@@ -62,27 +74,27 @@ class DIPR(BaseSparseAlgorithm):
         return -math.log(_DEFAULT_ALPHA if self.alpha is None else self.alpha)
 
     def appends(self, policy: SelectionPolicy) -> bool:
-        return self.index == "sketch" and _SKETCHES.appends(policy)
+        return self.index != "flat" and _INDEXES[self.index].appends(policy)
 
     @property
-    def reads_host_keys(self) -> bool:
-        return self.index == "flat"
+    def cpu_only(self) -> bool:
+        return self.index != "sketch"
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
-        return {} if self.index == "flat" else _SKETCHES.representations(policy)
+        return {} if self.index == "flat" else _INDEXES[self.index].representations(policy)
 
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        if self.index == "sketch":
-            _SKETCHES.store(keys, layer_id, host_pages, step)
+        if self.index != "flat":
+            _INDEXES[self.index].store(keys, layer_id, host_pages, step)
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy = step.policy
         rule = policy.select_rule_with(within=self.within(policy.scale))
-        if self.index == "sketch":
+        if self.index != "flat":
             tail = step.tail_pages(layer_id, with_new=True)
-            scores, rest = _SKETCHES.score(queries, layer_id, step, tail=tail)
+            scores, rest = _INDEXES[self.index].score(queries, layer_id, step, tail=tail)
         else:
             query = step.scaled(queries)
             table = step.host_page_table[:, : step.max_pages]

@@ -32,17 +32,22 @@ class SketchLayout(NamedTuple):
     a multiple of 16 bytes, numbers at one of 4, and codes lie as a warp's lanes multiply them
     (``mma.m16n8k16``), each of which reads its own: see :meth:`code_places`.
 
+    With four bits every channel is detailed, and a code c stands for (c - 7.5) times the scale. The
+    order is: base, channel scales, block scales, codes. CPUs alone read it.
+
     Attributes:
         dim: D, width of a key.
         page_size: S, tokens.
         num_channels: N, channels with codes, the detailed ones.
         numbered: whether GPUs read it; else CPUs do.
+        bits: of a code, 2 or 4.
     """
 
     dim: int
     page_size: int
     num_channels: int
     numbered: bool = True
+    bits: int = 2
 
     @property
     def blocks(self) -> int:
@@ -51,7 +56,9 @@ class SketchLayout(NamedTuple):
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the codes: of 16 tokens, if numbered, else of one channel."""
+        """Bytes of the codes: of 16 tokens, if numbered or of four bits, else of one channel."""
+        if self.bits == 4:
+            return 64 * self.blocks
         return 4 * _round_up(self.num_channels, 8) if self.numbered else -(-self.page_size // 4)
 
     @property
@@ -62,11 +69,15 @@ class SketchLayout(NamedTuple):
     @property
     def codes(self) -> int:
         """Offset of the codes."""
+        if self.bits == 4:
+            return self.block_scales + self.blocks
         return _round_up(self.dim, 16) if self.numbered else self.dim
 
     @property
     def channel_scales(self) -> int:
         """Offset of the channel scales."""
+        if self.bits == 4:
+            return self.dim
         rows = -(-self.page_size // 16) if self.numbered else self.num_channels
         return self.codes + rows * self.code_bytes
 
@@ -83,12 +94,16 @@ class SketchLayout(NamedTuple):
     @property
     def block_scales(self) -> int:
         """Offset of the block scales."""
+        if self.bits == 4:
+            return 2 * self.dim
         size = self.num_channels * self.channel_width if self.numbered else self.blocks
         return self.channels + size
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a sketch."""
+        if self.bits == 4:
+            return _round_up(self.codes + -(-self.page_size // 16) * self.code_bytes, 4)
         # GPUs read numbers of 8 channels where fewer are left.
         read = self.channels + _round_up(self.num_channels, 8) * self.channel_width
         return _round_up(max(self.block_scales + self.blocks, read), 16 if self.numbered else 4)
@@ -100,9 +115,16 @@ class SketchLayout(NamedTuple):
         32 bits for every 32 channels, 8t to 8t + 7 of them, and in 8 bits for each 8 channels that
         are left, 2t and 2t + 1 of them. Bits of a channel of odd number are those of the one before
         it, moved by half a word or byte.
+
+        With four bits, 64 bytes have the codes of 8 channels for 16 tokens, 4 bytes a token, in the
+        order 0, 4, 8, 12, 1, 5 and so on. The last four channels have the high bits.
         """
         channel = torch.arange(self.num_channels, device=device)[:, None]
         token = torch.arange(self.page_size, device=device)
+        if self.bits == 4:
+            place = token % 4 * 4 + token % 16 // 4
+            offset = token // 16 * self.code_bytes + channel // BLOCK * 64 + place * 4
+            return self.codes + offset + channel % 4, (channel % BLOCK // 4 * 4).expand_as(offset)
         if not self.numbered:
             offset = self.codes + channel * self.code_bytes + token // 4
             return offset, (token % 4 * 2).expand_as(offset)

@@ -71,6 +71,10 @@ def _sizes(layout: SketchLayout) -> tuple[int, ...]:
     channels, dim = layout.num_channels, layout.dim
     if not 0 <= channels <= dim:
         raise KernelError(f"layout: got {channels} detailed channels, expected 0 to {dim}")
+    if layout.bits != 2 and (layout.bits != 4 or layout.numbered or channels != dim):
+        raise KernelError(
+            f"layout: got codes of {layout.bits} bits, expected 2, or 4 on a CPU for all channels"
+        )
     return dim, layout.page_size, layout.num_bytes
 
 
@@ -135,7 +139,7 @@ def _sketch_on_cpu(
 ) -> Any:
     if layout.numbered:
         return _for_gpus(PAGE_SKETCH)(keys, sketches, pages, layout)
-    return call(keys, sketches, pages, layout.num_channels, int(layout.numbered))
+    return call(keys, sketches, pages, *map(int, layout[2:]))
 
 
 def _for_gpus(operation: Operation) -> Implementation:
@@ -219,7 +223,7 @@ def page_sketch(
 
     Every channel has one value for the page: the mean of its keys or, for the
     ``layout.num_channels`` channels that vary most, the middle of their range. Those channels
-    also have two bits for each token. A page's sketch depends only on its keys, and all
+    also have two bits for each token, or all of them four. A page's sketch depends only on its keys, and all
     implementations give the same bytes.
 
     Args:

@@ -43,9 +43,12 @@ def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:
     if count == 0:
         return keys
     places, bits = layout.code_places(sketches.device)
-    codes = (sketches[..., places] >> bits) & 3
+    most = 2**layout.bits - 1
+    codes = (sketches[..., places] >> bits) & most
     scale = _scale(sketches[..., layout.channel_scales : layout.channel_scales + count])
-    detail = ((codes - 1.5) * scale[..., None]).transpose(-1, -2)
+    detail = ((codes - most / 2) * scale[..., None]).transpose(-1, -2)
+    if layout.bits == 4:
+        return keys + detail
     channels = _channels(sketches, layout)[..., None, :].expand_as(detail)
     return keys.scatter_add(-1, channels, detail)
 
@@ -127,10 +130,13 @@ def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:
     whole, block_codes, base = _quantize(wanted, layout)
 
     furthest = torch.maximum(high - base, base - low)
-    codes = _scale_code(furthest * 0.5)
+    codes = _scale_code(furthest * 2.0 ** (1 - layout.bits))
     scale = _scale(codes)[:, :, None]
     offset = keys - base[:, :, None]
-    steps = (offset >= -scale).float() + (offset >= 0) + (offset >= scale)
+    if layout.bits == 4:
+        steps = (offset / scale + 8).clamp(0, 15)
+    else:
+        steps = (offset >= -scale).float() + (offset >= 0) + (offset >= scale)
     steps = steps.transpose(2, 3).gather(2, order[..., None].expand(*order.shape, keys.shape[2]))
     sketch = keys.new_zeros(*order.shape[:2], layout.num_bytes, dtype=torch.uint8)
     places, bits = (x.flatten() for x in layout.code_places(keys.device))
@@ -143,6 +149,8 @@ def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:
     write(0, whole.to(torch.int8).view(torch.uint8))
     write(layout.block_scales, block_codes)
     write(layout.channel_scales, codes.gather(-1, order))
+    if layout.bits == 4:
+        return sketch
     if layout.numbered:
         # The low byte of a number comes first; there may be one only.
         numbers = torch.stack([order & 255, order >> 8], -1)[..., : layout.channel_width]
