@@ -26,7 +26,8 @@ class _Codes(Sketch):
         return SketchLayout(kv.head_dim, kv.page_size, kv.head_dim, numbered=False, bits=4)
 
 
-_INDEXES = {"sketch": Sketch(), "codes": _Codes()}
+#: Sketches that can be searched, by the name of the index.
+INDEXES = {"sketch": Sketch(), "codes": _Codes()}
 
 
 @register_algorithm("dipr")
@@ -74,27 +75,27 @@ class DIPR(BaseSparseAlgorithm):
         return -math.log(_DEFAULT_ALPHA if self.alpha is None else self.alpha)
 
     def appends(self, policy: SelectionPolicy) -> bool:
-        return self.index != "flat" and _INDEXES[self.index].appends(policy)
+        return self.index != "flat" and INDEXES[self.index].appends(policy)
 
     @property
     def cpu_only(self) -> bool:
         return self.index != "sketch"
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
-        return {} if self.index == "flat" else _INDEXES[self.index].representations(policy)
+        return {} if self.index == "flat" else INDEXES[self.index].representations(policy)
 
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
         if self.index != "flat":
-            _INDEXES[self.index].store(keys, layer_id, host_pages, step)
+            INDEXES[self.index].store(keys, layer_id, host_pages, step)
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy = step.policy
         rule = policy.select_rule_with(within=self.within(policy.scale))
         if self.index != "flat":
             tail = step.tail_pages(layer_id, with_new=True)
-            scores, rest = _INDEXES[self.index].score(queries, layer_id, step, tail=tail)
+            scores, rest = INDEXES[self.index].score(queries, layer_id, step, tail=tail)
         else:
             query = step.scaled(queries)
             table = step.host_page_table[:, : step.max_pages]
