@@ -139,7 +139,7 @@ class BaseSparseAlgorithm(ABC):
 
     @property
     def cpu_only(self) -> bool:
-        """Whether only a CPU can run the algorithm, as if it reads keys in host memory."""
+        """Whether only a CPU can run it, such as one that reads keys in host memory."""
         return False
 
     def appends(self, policy: SelectionPolicy) -> bool:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hisparse.algorithms import DecodeStep
-from hisparse.algorithms.dipr import DIPR
-from hisparse.algorithms.sketch import Sketch
+from hisparse.algorithms.dipr import DIPR, INDEXES
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
@@ -43,8 +42,13 @@ def behind_best(sim: Simulator, request: Request, layer: int, tokens: int) -> Te
     return behind.unflatten(0, (sim.policy.heads, -1)).amax(1)
 
 
-def require_range(sim: Simulator, request: Request, seen: Retrieved, row: int, beta: float) -> int:
-    """Check a selection against the definition, up to rounding; returns how often the cap binds."""
+def require_range(
+    sim: Simulator, request: Request, seen: Retrieved, row: int, beta: float, off: float = 1e-4
+) -> int:
+    """Check a selection against the definition; returns how often the cap binds.
+
+    ``off`` is what the difference of two scores may be off by.
+    """
     most, capped = sim.policy.max_pages, 0
     behind = behind_best(sim, request, seen.layer_id, seen.seq_lens[row])
     count = behind.shape[1]
@@ -54,12 +58,12 @@ def require_range(sim: Simulator, request: Request, seen: Retrieved, row: int, b
         assert chosen >= forced
         ranked = sorted(set(range(count)) - forced, key=lambda p: -behind[head, p].item())
         room = most - len(forced)
-        sure = [p for p in ranked if behind[head, p] >= -beta + 1e-4]
-        allowed = [p for p in ranked if behind[head, p] >= -beta - 1e-4]
+        sure = [p for p in ranked if behind[head, p] >= -beta + off]
+        allowed = [p for p in ranked if behind[head, p] >= -beta - off]
         capped += len(sure) > room
         # If the cap binds, the best pages are kept; pages with equal scores are interchangeable.
         least = behind[head, sure[room - 1]] if len(sure) > room else -math.inf
-        assert {p for p in sure[:room] if behind[head, p] > least + 1e-4} <= chosen - forced
+        assert {p for p in sure[:room] if behind[head, p] > least + off} <= chosen - forced
         assert chosen - forced <= set(allowed)
         assert len(chosen) <= most
         assert len(chosen - forced) >= min(len(sure), room)
@@ -69,6 +73,7 @@ def require_range(sim: Simulator, request: Request, seen: Retrieved, row: int, b
 @settings(max_examples=sized(20, 200), deadline=None)
 @given(
     scope=st.sampled_from(SCOPES),
+    index=st.sampled_from(["flat", "codes"]),
     page_size=st.sampled_from([1, 16]),
     layout=st.sampled_from(["layer_first", "page_first", "page_head"]),
     alpha=st.sampled_from([0.9, 0.3, 0.05, 0.001]),
@@ -79,6 +84,7 @@ def require_range(sim: Simulator, request: Request, seen: Retrieved, row: int, b
 )
 def test_what_is_kept_is_what_is_in_range(
     scope: Any,
+    index: Any,
     page_size: int,
     layout: Any,
     alpha: float,
@@ -87,7 +93,7 @@ def test_what_is_kept_is_what_is_in_range(
     sharpness: float,
     seed: int,
 ) -> None:
-    recorder = Recorder(flat(alpha=alpha))
+    recorder = Recorder(DIPR(alpha=alpha, index=index))
     sim = Simulator(
         scope=scope,
         layout=layout,
@@ -104,9 +110,10 @@ def test_what_is_kept_is_what_is_in_range(
         sim.prefill((request, n))
     for _ in range(3):
         sim.decode(*requests)
+    off = 1e-4 if index == "flat" else 1e-4 + 0.25 * sharpness
     for seen in recorder.retrieved:
         for row, slot in enumerate(seen.slots):
-            require_range(sim, requests[slot - 1], seen, row, -math.log(alpha))
+            require_range(sim, requests[slot - 1], seen, row, -math.log(alpha), off)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +212,8 @@ class Checked(DIPR):
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         found, policy = super().retrieve_topk(queries, layer_id, step), step.policy
-        scores, rest = Sketch().score(queries, layer_id, step, tail=step.tail_pages(layer_id))
+        tail = step.tail_pages(layer_id)
+        scores, rest = INDEXES[self.index].score(queries, layer_id, step, tail=tail)
         assert rest is not None
         exists = (torch.arange(step.max_pages) < step.num_pages[:, None])[:, None]
         best = torch.maximum(scores.masked_fill(~exists, -math.inf).amax(-1), rest)
@@ -218,20 +226,25 @@ class Checked(DIPR):
         return found
 
 
+@pytest.mark.parametrize("index", INDEXES)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize(
     ("shape", "alpha"), [({}, 0.7), ({"page_size": 1, "host_pages": 900}, 0.3), (LATENTS, 0.3)]
 )
-def test_sketches_give_the_pages_in_range(scope: Any, shape: dict[str, Any], alpha: float) -> None:
+def test_sketches_give_the_pages_in_range(
+    index: Any, scope: Any, shape: dict[str, Any], alpha: float
+) -> None:
     scope = "layer" if shape is LATENTS else scope
-    found = retrieved(Checked(alpha=alpha), scope, device_buffer=256, max_row=256, **shape)
+    algorithm = Checked(alpha=alpha, index=index)
+    found = retrieved(algorithm, scope, device_buffer=256, max_row=256, **shape)
     lengths = {n for seen in found for n in seen.lengths[0]}
     assert len(lengths) > 2
     assert max(lengths) < found[0].num_pages[0]
 
 
-def test_only_a_cpu_reads_every_key() -> None:
-    config = HiSparseConfig(algorithm="dipr", algorithm_config={"index": "flat"})
+@pytest.mark.parametrize("index", ["flat", "codes"])
+def test_only_a_cpu_reads_every_key(index: str) -> None:
+    config = HiSparseConfig(algorithm="dipr", algorithm_config={"index": index})
     check_capabilities(config, "cpu")
     with pytest.raises(ConfigError, match="got device cuda, expected cpu"):
         check_capabilities(config, "cuda")

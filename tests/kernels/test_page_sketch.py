@@ -272,3 +272,73 @@ def test_cuda_refuses_sketches_without_numbers(fibers: str) -> None:
     table, num_pages = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     with pytest.raises(KernelError, match="without the numbers of their channels.*expected numb"):
         sketch_score(torch.randn(1, 1, 64), sketches, table, num_pages, layout, impl=fibers)
+
+
+def four_bits(shape: str, keys: Tensor, impl: str = "cpu") -> tuple[Tensor, SketchLayout]:
+    """Sketches with four bits of every number."""
+    size, heads, dim, _ = SHAPES[shape]
+    layout = SketchLayout(dim, size, dim, numbered=False, bits=4)
+    sketches = torch.full((len(keys), heads, layout.num_bytes), 99).byte()
+    page_sketch(keys, sketches, torch.arange(len(keys)), layout, impl=impl)
+    return sketches, layout
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_four_bits_of_every_number(shape: str) -> None:
+    """Of C++ the reference's bytes, and each number within half a step of 16 in its range."""
+    torch.manual_seed(9)
+    size, heads, dim, _ = SHAPES[shape]
+    keys = some_keys(6, size, heads, dim, torch.float32)
+    sketches, layout = four_bits(shape, keys)
+    assert torch.equal(sketches, four_bits(shape, keys, "reference")[0])
+    high, low = keys.amax(1), keys.amin(1)
+    base = (high + low).abs() / 2
+    blocks = torch.nn.functional.pad(base, (0, -dim % 8)).unflatten(-1, (-1, 8)).amax(-1)
+    slack = (blocks / 127 * 1.126 / 2 + 1e-6).repeat_interleave(8, dim=-1)[..., :dim]
+    worst = (sketch_keys(sketches, layout).transpose(1, 2) - keys).abs().amax(1)
+    assert (worst <= ((high - low) / 2 + slack) / 16 * 1.126 + 1e-5).all()
+
+
+@pytest.mark.parametrize("spread", [1.0, 100.0], ids=["usual", "one-channel-far-above"])
+@pytest.mark.parametrize("group", [1, 3, 4, 7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_of_four_bits_are_as_good_as_these(shape: str, group: int, spread: float) -> None:
+    """Queries and scales are rounded to 8 bits, which adds little to the error of the codes."""
+    torch.manual_seed(10)
+    size, heads, dim, _ = SHAPES[shape]
+    keys = torch.randn(200, size, heads, dim)
+    keys[..., 0] *= spread
+    sketches, layout = four_bits(shape, keys)
+    query, pages = torch.randn(2, heads * group, dim), torch.randint(200, (2, 150)).int()
+    query[..., 0] /= spread
+    num_pages = torch.tensor([150, 77]).int()
+    scores, _ = sketch_score(query, sketches, pages, num_pages, layout, scale=dim**-0.5)
+    there = (torch.arange(150) < num_pages[:, None])[:, None].expand_as(scores)
+
+    def exact(of: Tensor) -> Tensor:
+        own = of[pages.long()].repeat_interleave(group, dim=2).double()
+        logits = torch.einsum("bhd,bphsd->bhps", query.double() * dim**-0.5, own)
+        return logits.logsumexp(-1)[there]
+
+    decoded = exact(sketch_keys(sketches, layout))
+    assert (scores[there] - decoded).std() < 0.5 * (exact(keys.transpose(1, 2)) - decoded).std()
+
+
+def test_logits_of_four_bits_too_large_for_a_sum() -> None:
+    torch.manual_seed(8)
+    keys = 100 * torch.randn(3, 16, 2, 64)
+    sketches, layout = four_bits("usual", keys)
+    query, three = torch.randn(1, 2, 64), torch.arange(3, dtype=torch.int32)
+    scores, _ = sketch_score(query, sketches, three[None], three[2:] + 1, layout)
+    own = sketch_keys(sketches, layout)
+    expected = torch.einsum("bhd,phsd->bhps", query, own).logsumexp(-1)
+    assert expected.min() > 500
+    assert_close(scores, expected, rtol=0.02, atol=0)
+
+
+def test_four_bits_are_for_cpus_and_for_all_channels() -> None:
+    for layout in (SketchLayout(8, 4, 8, True, 4), SketchLayout(8, 4, 5, False, 4)):
+        with pytest.raises(KernelError, match="got codes of 4 bits, expected 2, or 4 on a CPU"):
+            page_sketch(
+                torch.zeros(1, 4, 1, 8), torch.zeros(1, 1, 64).byte(), torch.zeros(1).long(), layout
+            )
