@@ -1,8 +1,8 @@
 """Which pages in range the sketches of ``dipr`` find, and the time to build them.
 
-``python -m scripts.range_recall MODEL CONTEXT [codes]`` prints JSON. A page is in range if it weighs at
-least a hundredth of the heaviest one. Queries are those of the last 512 tokens of the built-in
-texts, each query head alone; keys are those of the layers that attend the whole context.
+``python -m scripts.range_recall MODEL CONTEXT [codes]`` prints JSON. A page is in range if it
+weighs at least a hundredth of the heaviest one. Queries are those of the last 512 tokens of the
+built-in texts, each query head alone; keys are those of the layers that attend the whole context.
 """
 
 from __future__ import annotations

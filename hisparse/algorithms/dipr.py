@@ -47,8 +47,8 @@ class DIPR(BaseSparseAlgorithm):
             the heaviest page. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
             None: 0.01 unless ``beta`` is given.
         index: what is searched. "sketch": the page sketches of the algorithm ``sketch``, which
-            estimate the log-sum-exp. "codes": four bits of every number of the keys, and "flat": every
-            key in host memory, exactly; on a CPU only.
+            estimate the log-sum-exp. "codes": four bits of every number, on a CPU only. "flat":
+            every key in host memory, exactly, on a CPU only.
     """
 
     variable_lengths: ClassVar[bool] = True

@@ -321,7 +321,8 @@ def test_products_of_four_bits_are_as_good_as_these(shape: str, group: int, spre
         return logits.logsumexp(-1)[there]
 
     decoded = exact(sketch_keys(sketches, layout))
-    assert (scores[there] - decoded).std() < 0.5 * (exact(keys.transpose(1, 2)) - decoded).std()
+    own = (exact(keys.transpose(1, 2)) - decoded).std()
+    assert (scores[there] - decoded).std() < 0.5 * own + 1e-3
 
 
 def test_logits_of_four_bits_too_large_for_a_sum() -> None:

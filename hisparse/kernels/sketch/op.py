@@ -223,8 +223,8 @@ def page_sketch(
 
     Every channel has one value for the page: the mean of its keys or, for the
     ``layout.num_channels`` channels that vary most, the middle of their range. Those channels
-    also have two bits for each token, or all of them four. A page's sketch depends only on its keys, and all
-    implementations give the same bytes.
+    also have two bits for each token, or all of them four. A page's sketch depends only on its
+    keys, and all implementations give the same bytes.
 
     Args:
         keys: ``[P, S, Hkv, D]``, float32, bfloat16 or float16; any strides.

@@ -48,7 +48,7 @@ def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:
     scale = _scale(sketches[..., layout.channel_scales : layout.channel_scales + count])
     detail = ((codes - most / 2) * scale[..., None]).transpose(-1, -2)
     if layout.bits == 4:
-        return keys + detail
+        return keys.add_(detail)
     channels = _channels(sketches, layout)[..., None, :].expand_as(detail)
     return keys.scatter_add(-1, channels, detail)
 
