@@ -1,8 +1,8 @@
 """Which pages in range the sketches of ``dipr`` find, and the time to build them.
 
-``python -m scripts.range_recall MODEL CONTEXT [codes]`` prints JSON. A page is in range if it
-weighs at least a hundredth of the heaviest one. Queries are those of the last 512 tokens of the
-built-in texts, each query head alone; keys are those of the layers that attend the whole context.
+``python -m scripts.range_recall MODEL CONTEXT`` prints JSON. A page is in range if it weighs at
+least a hundredth of the heaviest one. Queries are those of the last 512 tokens of the built-in
+texts, each query head alone; keys are those of the layers that attend the whole context.
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ def found_pages(exact: Tensor, estimated: Tensor) -> dict[str, Tensor]:
     return shares
 
 
-def measured(query: Tensor, key: Tensor, index: str) -> dict[str, Tensor]:
+def measured(query: Tensor, key: Tensor) -> dict[str, Tensor]:
     """Figures of a layer, ``[Hq]`` or a number: ``query [T, Hq, D]``, ``key [N, Hkv, D]``."""
     pages = key[: len(key) // SIZE * SIZE].unflatten(0, (-1, SIZE))
     count, _, heads, dim = pages.shape
-    layout = SketchLayout(dim, SIZE, round(0.3125 * dim), False)
-    if index == "codes":
-        layout = SketchLayout(dim, SIZE, dim, False, 4)
+    layout = SketchLayout(dim, SIZE, dim, numbered=False, bits=4)
     sketches = torch.zeros(count, heads, layout.num_bytes, dtype=torch.uint8)
     start = time.process_time()
     page_sketch(pages, sketches, torch.arange(count), layout)
@@ -68,7 +66,7 @@ def measured(query: Tensor, key: Tensor, index: str) -> dict[str, Tensor]:
     }
 
 
-def main(name: str, context: int, index: str = "sketch") -> None:
+def main(name: str, context: int) -> None:
     """Print the result of a model."""
     folder = resolve(name)
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -80,7 +78,7 @@ def main(name: str, context: int, index: str = "sketch") -> None:
         nonlocal ours
         start = time.process_time()
         late = query[0, :, -LAST::STRIDE].transpose(0, 1).contiguous()
-        for what, found in measured(late, key[0].transpose(0, 1).contiguous(), index).items():
+        for what, found in measured(late, key[0].transpose(0, 1).contiguous()).items():
             figures[what].append(found)
         ours += time.process_time() - start
         return usual(module, query, key, *more, **named)
@@ -96,11 +94,10 @@ def main(name: str, context: int, index: str = "sketch") -> None:
     for what, found in figures.items():
         heads = torch.cat(found)
         rows[what] = {"mean": float(heads.mean()), "least": float(heads.min())}
-    line = " ".join(["python -m scripts.range_recall", *sys.argv[1:]])
-    about = {"line": line, **provenance.origin()}
+    about = {"line": f"python -m scripts.range_recall {name} {context}", **provenance.origin()}
     about |= {"model": name, "context": context, "queries": LAST // STRIDE, "processor_s": seconds}
     print(json.dumps(about | {"heads": rows}, indent=1))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]))

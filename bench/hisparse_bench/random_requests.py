@@ -115,9 +115,8 @@ class RandomRequests:
         scale = self.kv.head_dim**-0.5
         algorithm, self.policy, _ = choose_selection(config, self.kv, scale, self.device.type)
         # What a layer reads of a page to score it.
-        entries = algorithm.representations(self.policy)
-        self._scored_page_bytes = entry_bytes(entries, "page")
-        if algorithm.cpu_only and not entries:
+        self._scored_page_bytes = entry_bytes(algorithm.representations(self.policy), "page")
+        if algorithm.reads_host_keys:
             key = format_of(self.kv).parts[0]
             tokens = self.kv.page_size * self.kv.num_kv_heads
             self._scored_page_bytes += tokens * key.width * key.dtype.itemsize

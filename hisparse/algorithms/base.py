@@ -138,8 +138,8 @@ class BaseSparseAlgorithm(ABC):
         return found
 
     @property
-    def cpu_only(self) -> bool:
-        """Whether only a CPU can run it, such as one that reads keys in host memory."""
+    def reads_host_keys(self) -> bool:
+        """Whether the algorithm reads keys in host memory, which only a CPU can."""
         return False
 
     def appends(self, policy: SelectionPolicy) -> bool:

@@ -17,17 +17,16 @@ from hisparse.types import KVSpec, Selection
 _DEFAULT_ALPHA = 0.01
 
 
-class _Codes(Sketch):
-    """Sketches with four bits of every number."""
+class _Sketches(Sketch):
+    """Sketches that on a CPU have four bits of every number, so that few pages are missed."""
 
-    def layout(self, kv: KVSpec, device: str = "cpu") -> SketchLayout:
-        if kv.page_size == 1:
+    def layout(self, kv: KVSpec, device: str = "cuda") -> SketchLayout:
+        if device != "cpu" or kv.page_size == 1:
             return super().layout(kv, device)
         return SketchLayout(kv.head_dim, kv.page_size, kv.head_dim, numbered=False, bits=4)
 
 
-#: Sketches that can be searched, by the name of the index.
-INDEXES = {"sketch": Sketch(), "codes": _Codes()}
+_SKETCHES = _Sketches()
 
 
 @register_algorithm("dipr")
@@ -47,8 +46,8 @@ class DIPR(BaseSparseAlgorithm):
             the heaviest page. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
             None: 0.01 unless ``beta`` is given.
         index: what is searched. "sketch": the page sketches of the algorithm ``sketch``, which
-            estimate the log-sum-exp. "codes": four bits of every number, on a CPU only. "flat":
-            every key in host memory, exactly, on a CPU only.
+            estimate the log-sum-exp, on a CPU with four bits of every number. "flat": every key in
+            host memory, exactly, on a CPU only.
     """
 
     variable_lengths: ClassVar[bool] = True
@@ -58,7 +57,7 @@ class DIPR(BaseSparseAlgorithm):
 
     beta: float | None = None
     alpha: float | None = None
-    index: Literal["sketch", "codes", "flat"] = "sketch"
+    index: Literal["sketch", "flat"] = "sketch"
 
     def __post_init__(self) -> None:
         if self.beta is not None and self.alpha is not None:
@@ -75,27 +74,27 @@ class DIPR(BaseSparseAlgorithm):
         return -math.log(_DEFAULT_ALPHA if self.alpha is None else self.alpha)
 
     def appends(self, policy: SelectionPolicy) -> bool:
-        return self.index != "flat" and INDEXES[self.index].appends(policy)
+        return self.index == "sketch" and _SKETCHES.appends(policy)
 
     @property
-    def cpu_only(self) -> bool:
-        return self.index != "sketch"
+    def reads_host_keys(self) -> bool:
+        return self.index == "flat"
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
-        return {} if self.index == "flat" else INDEXES[self.index].representations(policy)
+        return {} if self.index == "flat" else _SKETCHES.representations(policy)
 
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        if self.index != "flat":
-            INDEXES[self.index].store(keys, layer_id, host_pages, step)
+        if self.index == "sketch":
+            _SKETCHES.store(keys, layer_id, host_pages, step)
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy = step.policy
         rule = policy.select_rule_with(within=self.within(policy.scale))
-        if self.index != "flat":
+        if self.index == "sketch":
             tail = step.tail_pages(layer_id, with_new=True)
-            scores, rest = INDEXES[self.index].score(queries, layer_id, step, tail=tail)
+            scores, rest = _SKETCHES.score(queries, layer_id, step, tail=tail)
         else:
             query = step.scaled(queries)
             table = step.host_page_table[:, : step.max_pages]

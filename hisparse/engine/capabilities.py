@@ -57,10 +57,10 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
             f"algorithm {config.algorithm!r} cannot do page_size {config.page_size} (its page "
             f"sizes: {sizes}); algorithms that can: {others}"
         )
-    if device_type != "cpu" and build_algorithm(config).cpu_only:
+    if device_type != "cpu" and build_algorithm(config).reads_host_keys:
         raise ConfigError(
             f"algorithm {config.algorithm!r} with {dict(config.algorithm_config)}: got device "
-            f"{device_type}, expected cpu"
+            f"{device_type}, expected cpu: it reads keys in host memory"
         )
     choose_scope(config)
     scaled = stored.scaled_name(config.kv_cache_dtype)

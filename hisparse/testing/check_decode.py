@@ -170,10 +170,10 @@ def allocations(case: Case) -> None:
 def replays(case: Case) -> None:
     """A step that is captured with padding only and then replayed gives the same output.
 
-    Skipped for algorithms that only a CPU can run and without compiled kernels: neither can be
+    Skipped for algorithms that read keys on the host and without compiled kernels: neither can be
     captured.
     """
-    if case.make().cpu_only or cpu_library() is None:
+    if case.make().reads_host_keys or cpu_library() is None:
         return
     case = (case.smaller() or [case])[0]
     sims = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hisparse.algorithms import DecodeStep
-from hisparse.algorithms.dipr import DIPR, INDEXES
+from hisparse.algorithms.dipr import _SKETCHES, DIPR
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
@@ -73,7 +73,7 @@ def require_range(
 @settings(max_examples=sized(20, 200), deadline=None)
 @given(
     scope=st.sampled_from(SCOPES),
-    index=st.sampled_from(["flat", "codes"]),
+    index=st.sampled_from(["flat", "sketch"]),
     page_size=st.sampled_from([1, 16]),
     layout=st.sampled_from(["layer_first", "page_first", "page_head"]),
     alpha=st.sampled_from([0.9, 0.3, 0.05, 0.001]),
@@ -213,7 +213,7 @@ class Checked(DIPR):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         found, policy = super().retrieve_topk(queries, layer_id, step), step.policy
         tail = step.tail_pages(layer_id)
-        scores, rest = INDEXES[self.index].score(queries, layer_id, step, tail=tail)
+        scores, rest = _SKETCHES.score(queries, layer_id, step, tail=tail)
         assert rest is not None
         exists = (torch.arange(step.max_pages) < step.num_pages[:, None])[:, None]
         best = torch.maximum(scores.masked_fill(~exists, -math.inf).amax(-1), rest)
@@ -226,25 +226,20 @@ class Checked(DIPR):
         return found
 
 
-@pytest.mark.parametrize("index", INDEXES)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize(
     ("shape", "alpha"), [({}, 0.7), ({"page_size": 1, "host_pages": 900}, 0.3), (LATENTS, 0.3)]
 )
-def test_sketches_give_the_pages_in_range(
-    index: Any, scope: Any, shape: dict[str, Any], alpha: float
-) -> None:
+def test_sketches_give_the_pages_in_range(scope: Any, shape: dict[str, Any], alpha: float) -> None:
     scope = "layer" if shape is LATENTS else scope
-    algorithm = Checked(alpha=alpha, index=index)
-    found = retrieved(algorithm, scope, device_buffer=256, max_row=256, **shape)
+    found = retrieved(Checked(alpha=alpha), scope, device_buffer=256, max_row=256, **shape)
     lengths = {n for seen in found for n in seen.lengths[0]}
     assert len(lengths) > 2
     assert max(lengths) < found[0].num_pages[0]
 
 
-@pytest.mark.parametrize("index", ["flat", "codes"])
-def test_only_a_cpu_reads_every_key(index: str) -> None:
-    config = HiSparseConfig(algorithm="dipr", algorithm_config={"index": index})
+def test_only_a_cpu_reads_every_key() -> None:
+    config = HiSparseConfig(algorithm="dipr", algorithm_config={"index": "flat"})
     check_capabilities(config, "cpu")
     with pytest.raises(ConfigError, match="got device cuda, expected cpu"):
         check_capabilities(config, "cuda")

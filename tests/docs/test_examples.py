@@ -49,7 +49,7 @@ def test_every_capability_has_a_row() -> None:
     declared = [
         n for n, hint in BaseSparseAlgorithm.__annotations__.items() if "ClassVar" in str(hint)
     ]
-    assert list(written) == [*declared, "cpu_only", "query_window"]
+    assert list(written) == [*declared, "reads_host_keys", "query_window"]
     for name in declared:
         assert repr(getattr(BaseSparseAlgorithm, name)).replace("'", '"') == written[name], name
 

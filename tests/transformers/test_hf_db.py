@@ -34,7 +34,7 @@ from tests.transformers.hf_models import (
 #: Both indexes.
 DIPR = {
     index: SMALL | {"algorithm": "dipr", "algorithm_config": {"index": index}}
-    for index in ("sketch", "codes", "flat")
+    for index in ("sketch", "flat")
 }
 SIZES = {"max_length": 400, "max_batch_size": 3}
 DOCUMENT, QUESTION, OTHER = (prompt(n, seed=n)[0] for n in (160, 21, 50))
@@ -440,7 +440,7 @@ def test_wrong_arguments_are_one_line(net: Any, db: DB, tmp_path: Path) -> None:
         DB(tmp_path / "new", net.config, SMALL, **SIZES)
 
 
-@pytest.mark.parametrize("index", ["sketch", "codes", "flat"])
+@pytest.mark.parametrize("index", ["sketch", "flat"])
 def test_the_program_of_the_docs(
     index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
