@@ -136,7 +136,7 @@ void write_nibbles(const SketchLayout& l, Workspace& w, const float* scales, uin
   for (int32_t t = 0; t < l.page_size; ++t) {
     for (int32_t d = 0; d < l.dim; ++d) {
       const float code = (w.token(t)[d] - w.base[d]) / scales[d] + 8;
-      codes[d] = static_cast<uint8_t>(static_cast<int32_t>(std::clamp(code, 0.0f, 15.0f)));
+      codes[d] = static_cast<uint8_t>(std::max(std::min(15.0f, code), 0.0f));
     }
     std::fill(codes + l.dim, codes + l.blocks() * kBlock, uint8_t{0});
     const int32_t place = t % 4 * 4 + t % kWordTokens / 4;

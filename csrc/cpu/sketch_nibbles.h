@@ -161,7 +161,7 @@ struct WholeQueries {
 struct RunQueries {
   const WholeQueries* all;
   int64_t first;           // KV head of the call
-  Buffer<uint8_t> tops;    // [KV heads, width]: codes of the powers of two above the scales
+  Buffer<uint8_t> tops;    // [KV heads, width]: codes of the powers of two above the scales, at most 255
   Buffer<int16_t> rows;    // [KV heads * group, width], unpacked
   Buffer<float> units;     // [KV heads * group]: times levels and `rows` the query times scales
 
@@ -185,7 +185,9 @@ struct RunQueries {
     Buffer<float> product(width);
     for (int32_t h = 0; h < heads; ++h) {
       uint8_t* top = tops.data() + h * width;
-      for (int32_t d = 0; d < width; ++d) top[d] = static_cast<uint8_t>(top[d] / 8 * 8 + 8);
+      for (int32_t d = 0; d < width; ++d) {
+        top[d] = static_cast<uint8_t>(std::min(top[d] / 8 * 8 + 8, 255));
+      }
       for (int32_t i = h * group; i < (h + 1) * group; ++i) {
         const float* query = queries.floats.data() + (first * group + i) * width;
         for (int32_t d = 0; d < width; d += kLanes) {
