@@ -41,7 +41,7 @@ struct SketchLayout {
   HISPARSE_ANYWHERE constexpr int32_t first_byte() const { return slots() / 32 * 32; }
 
   HISPARSE_ANYWHERE constexpr int32_t codes() const {
-    if (bits == 4) return block_scales() + blocks();
+    if (bits == 4) return 2 * dim + blocks();
     return numbered ? round_up(dim, kCopyBytes) : dim;
   }
   HISPARSE_ANYWHERE constexpr int32_t channel_scales() const {

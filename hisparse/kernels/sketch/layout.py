@@ -70,7 +70,7 @@ class SketchLayout(NamedTuple):
     def codes(self) -> int:
         """Offset of the codes."""
         if self.bits == 4:
-            return self.block_scales + self.blocks
+            return 2 * self.dim + self.blocks
         return _round_up(self.dim, 16) if self.numbered else self.dim
 
     @property
