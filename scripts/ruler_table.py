@@ -1,8 +1,9 @@
-"""Tables of RULER for bench/results/README.md, from one result.
+"""The tables of RULER in docs/quality.md and bench/results/README.md, from one result.
 
 ``python -m scripts.ruler_table RESULT.json`` prints what ``hisparse eval --ruler --json`` found:
-each method's mean over the tasks that the dense model can do, in pairs with the dense model's and
-with that of ``sketch`` at the same budget, and its score in each task. Percent, with 95% intervals.
+each method's mean over the tasks that the dense model can do, compared in pairs of prompts with the
+dense model and with ``sketch`` at the same budget; then the scores of each task. Percent, with 95%
+intervals.
 """
 
 from __future__ import annotations
@@ -23,54 +24,61 @@ from hisparse.eval.results import MEAN
 OURS = "sketch"
 
 
-def _row(cells: Sequence[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
+def _table(rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        yield f"| {' | '.join(map(str, row))} |"
+        if not number:
+            yield "|---" * len(row) + "|"
 
 
-def _interval(value: float, low: float, high: float, digits: int = 0) -> str:
+def _interval(value: float, low: float, high: float, digits: int = 1) -> str:
+    # Adding zero turns -0.0 into 0.0.
     value, low, high = (round(100 * x, digits) + 0.0 for x in (value, low, high))
     return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def _less(ours: dict[str, Any] | None, other: dict[str, Any]) -> str:
-    """The score of ``sketch`` less that of another method, in pairs."""
+def _more(ours: dict[str, Any] | None, other: dict[str, Any]) -> str:
+    """The score of ``sketch`` less that of another method."""
     if ours is None or ours is other:
         return "-"
     more = np.array(ours["scores"]) - np.array(other["scores"])
-    return _interval(float(more.mean()), *mean_interval(more), digits=1)
+    return _interval(float(more.mean()), *mean_interval(more))
 
 
-def lines(result: dict[str, Any]) -> Iterator[str]:
-    """The lines of both tables."""
-    means = [cell for cell in result["cells"] if cell["task"] == MEAN]
-    ours = {cell["budget"]: cell for cell in means if cell["method"] == OURS}
-    yield _row(["method", "budget", "tokens", "bytes", "score", "lost", f"`{OURS}` less it"])
-    yield "|---" * 7 + "|"
-    for cell in sorted(means, key=lambda cell: (cell["budget"] or 0, -cell["score"])):
-        dense = cell["method"] == DENSE
-        yield _row(
-            [
-                f"`{cell['method']}`",
-                "-" if dense else cell["budget"],
-                "-" if dense else round(cell["kept_mean"]),
-                round(cell["bytes_per_token"]),
-                _interval(cell["score"], cell["low"], cell["high"]),
-                _interval(cell["lost"], cell["lost_low"], cell["lost_high"], digits=1),
-                _less(None if dense else ours.get(cell["budget"]), cell),
-            ]
-        )
-    columns = {(c["method"], c["budget"]): c for c in means}
-    yield ""
-    yield _row(["task", "n", *(f"`{name}` {budget or ''}".strip() for name, budget in columns)])
-    yield "|---" * (2 + len(columns)) + "|"
-    for task in dict.fromkeys(cell["task"] for cell in result["cells"]):
-        row = {(c["method"], c["budget"]): c for c in result["cells"] if c["task"] == task}
-        texts = [
-            f"{100 * row[key]['score']:.0f}" if row[key]["usable"] else f"[{row[key]['score']:.0%}]"
-            for key in columns
-        ]
-        yield _row([task, next(iter(row.values()))["n"], *texts])
+def means(result: dict[str, Any]) -> str:
+    """A row for each method and budget, best first."""
+    cells = [cell for cell in result["cells"] if cell["task"] == MEAN]
+    ours = {cell["budget"]: cell for cell in cells if cell["method"] == OURS}
+    rows = [["method", "budget", "tokens", "bytes", "score", "lost", f"`{OURS}` is ahead by"]]
+    for cell in sorted(cells, key=lambda cell: (-(cell["budget"] or 1e9), -cell["score"])):
+        score = _interval(cell["score"], cell["low"], cell["high"], digits=0)
+        lost = _interval(cell["lost"], cell["lost_low"], cell["lost_high"])
+        row = [f"{cell['bytes_per_token']:,.0f}", score, lost]
+        if cell["method"] == DENSE:
+            rows.append([f"`{DENSE}`", "-", "-", *row, "-"])
+        else:
+            sizes = [str(cell["budget"]), f"{cell['kept_mean']:.0f}"]
+            rows.append(
+                [f"`{cell['method']}`", *sizes, *row, _more(ours.get(cell["budget"]), cell)]
+            )
+    return "\n".join(_table(rows))
+
+
+def tasks(result: dict[str, Any]) -> str:
+    """A row for each task; in brackets where the dense model scores too little to rank methods."""
+    cells = {(c["method"], c["budget"], c["task"]): c for c in result["cells"]}
+    methods = list(dict.fromkeys(key[:2] for key in cells))
+    heads = [f"`{name}`" + (f", {budget}" if budget else "") for name, budget in methods]
+    rows = [["task", "prompts", "tokens", *heads]]
+    for task in dict.fromkeys(key[2] for key in cells):
+        group = [cells[(*method, task)] for method in methods]
+        low, _, high = group[0]["tokens"]
+        form = "{:.0f}" if group[0]["usable"] else "[{:.0f}]"
+        scores = [form.format(100 * cell["score"]) for cell in group]
+        rows.append([f"`{task}`", str(group[0]["n"]), f"{low:,} to {high:,}", *scores])
+    return "\n".join(_table(rows))
 
 
 if __name__ == "__main__":
-    print("\n".join(lines(json.loads(Path(sys.argv[1]).read_text()))))
+    found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    print(means(found), tasks(found), sep="\n\n")

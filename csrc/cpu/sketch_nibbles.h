@@ -24,10 +24,11 @@ constexpr int32_t unpacked_place(int32_t d) {
   return d / kWidth * kWidth + d % kWidth / 16 * 8 + d % 16 / 8 * (kWidth / 2) + d % 8;
 }
 
-// Parts of kMostLevel, by how many codes of scales they are below the whole, a power of two.
+// Parts of kMostLevel, by how many codes of scales they are below the whole, a power of two. The last
+// stands for all that are further below: none, or one page of huge numbers would change all others.
 constexpr auto make_parts() {
   std::array<uint8_t, 64> parts{};
-  for (int32_t below = 0; below < 64; ++below) {
+  for (int32_t below = 0; below < 63; ++below) {
     const int32_t power = (below + 7) / 8, eighths = 8 + 8 * power - below;
     parts[below] = static_cast<uint8_t>(kMostLevel * eighths / (8 << power) + 0.5f);
   }

@@ -21,7 +21,8 @@ class _Sketches(Sketch):
     """Sketches that on a CPU have four bits of every number, so that few pages are missed."""
 
     def layout(self, kv: KVSpec, device: str = "cuda") -> SketchLayout:
-        if device != "cpu" or kv.page_size == 1:
+        # Codes of four bits take the room of 16 tokens.
+        if device != "cpu" or kv.page_size % 16:
             return super().layout(kv, device)
         return SketchLayout(kv.head_dim, kv.page_size, kv.head_dim, numbered=False, bits=4)
 

@@ -12,10 +12,11 @@ from xml.etree import ElementTree
 import pytest
 
 from hisparse.errors import ConfigError
+from scripts import ruler_table
 from scripts.make_plots import main, make_styles, pool_scores, quality_figure, speed_figure
 
 ROOT = Path(__file__).parent.parent.parent
-KINDS = ("quality", "speed", "trace")
+KINDS = ("quality", "ruler", "speed", "trace")
 _TASKS = ("needle", "multikey", "qa", "copy")
 
 
@@ -58,7 +59,7 @@ def test_the_committed_picture_is_what_the_command_draws(
     assert "#ffffff" in drawn, "a background of its own"
 
 
-def _page_rows(first_head: str, name: str = "docs/quality.md") -> list[list[str]]:
+def _page_rows(first_head: str, name: str = "bench/results/README.md") -> list[list[str]]:
     """The cells of the table of a page whose first head this is."""
     page = (ROOT / name).read_text(encoding="utf-8")
     table = page.partition(f"\n| {first_head} |")[2].partition("\n\n")[0]
@@ -102,27 +103,31 @@ def test_every_figure_of_the_other_models_is_their_results() -> None:
     assert len(rows) == 7
 
 
-def test_every_figure_of_rulers_table_is_the_results() -> None:
-    file = ROOT / "bench/results/2026-11-27-ruler-qwen-4k-b91bf40.json"
-    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
-    tasks = _page_rows("task, five prompts", "bench/results/README.md")
-    for name, tokens, *shown in tasks:
-        group = [cell for cell in cells if f"`{cell['task']}`" == name]
-        assert {cell["n"] for cell in group} == {5}
-        low, _, high = group[0]["tokens"]
-        assert tokens == f"{low:,} to {high:,}"
-        form = "{:.0f}" if group[0]["usable"] else "[{:.0f}]"
-        assert shown == [form.format(100 * cell["score"]) for cell in group]
-    means = [cell for cell in cells if cell["task"] == "mean"]
-    rows = _page_rows("method, budget 256", "bench/results/README.md")
-    for (name, tokens, *shown), cell in zip(rows, means, strict=True):
-        assert (name, cell["n"]) == (f"`{cell['method']}`", 50)
-        kept = cell["kept_mean"]
-        assert tokens == ("-" if kept is None else f"{kept:.0f}")
-        keys = (("score", "low", "high"), ("lost", "lost_low", "lost_high"))
-        values = ([round(100 * cell[key]) for key in three] for three in keys)
-        assert shown == [f"{value} ({low} to {high})" for value, low, high in values]
-    assert len(cells) == len(means) * (len(tasks) + 1)
+def test_rulers_tables_are_the_results(sources: dict[str, list[Path]]) -> None:
+    (file,) = sources["ruler"]
+    result = json.loads(file.read_text(encoding="utf-8"))
+    page, results = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("docs/quality.md", "bench/results/README.md")
+    )
+    assert f"\n{ruler_table.means(result)}\n" in page, "python -m scripts.ruler_table"
+    assert f"\n{ruler_table.tasks(result)}\n" in results
+    assert f"`{file.stem}`" in results
+    (mean,) = (c for c in result["cells"] if (c["method"], c["task"]) == ("dense", "mean"))
+    assert f"the {mean['n']} prompts of the ten tasks" in page
+
+
+def test_methods_are_compared_in_pairs() -> None:
+    cell = {"kept_mean": 90.0, "bytes_per_token": 2.0, "budget": 96, "task": "mean"}
+    cell |= dict.fromkeys(("low", "high", "lost_low", "lost_high"), 0.5)
+    found = {"sketch": [1.0, 0.5, 1.0], "quest": [0.5, 0.0, 0.5]}
+    cells = [
+        cell | {"method": name, "scores": x, "score": x[0], "lost": 1 - x[0]}
+        for name, x in found.items()
+    ]
+    rows = ruler_table.means({"cells": cells}).splitlines()
+    assert rows[2].endswith("| 0.0 (50.0 to 50.0) | - |")
+    assert rows[3].endswith("| 50.0 (50.0 to 50.0) | 50.0 (50.0 to 50.0) |")
 
 
 def test_every_figure_of_several_answers_is_the_results() -> None:

@@ -325,6 +325,20 @@ def test_products_of_four_bits_are_as_good_as_these(shape: str, group: int, spre
     assert (scores[there] - decoded).std() < 0.5 * own + 0.003 * decoded.std()
 
 
+@pytest.mark.parametrize("huge", [1e5, float("inf")])
+def test_a_page_of_huge_numbers_adds_nothing_to_others(huge: float) -> None:
+    """Pages that are scored together share the largest scale of a channel: only codes are lost."""
+    torch.manual_seed(11)
+    keys, query = torch.randn(32, 16, 2, 64), 3 * torch.randn(1, 2, 64)
+    keys[3, 0, 0, 0] = huge
+    pages, others = torch.arange(32, dtype=torch.int32)[None], torch.arange(32) != 3
+    sketches, layout = four_bits("usual", keys)
+    scores, _ = sketch_score(query, sketches, pages, torch.tensor([32]).int(), layout, scale=0.125)
+    logits = 0.125 * torch.einsum("bhd,pshd->bhps", query, keys)[:, :, others]
+    assert (scores[:, :, others] - logits.logsumexp(-1)).std() < 3
+    assert (scores[:, :, others] - logits.logsumexp(-1)).max() < 1
+
+
 @pytest.mark.parametrize(("size", "rtol"), [(100, 0.02), (4000, 0.1)], ids=["", "largest-scales"])
 def test_logits_of_four_bits_too_large_for_a_sum(size: int, rtol: float) -> None:
     torch.manual_seed(8)
