@@ -83,7 +83,7 @@ class ByTails(Sketch):
             rest = tail_logits(query, layer_id, step).logsumexp(-1)
         else:
             rest = step.tail_lse(layer_id, query)
-        rule = step.policy.select_rule_with(mass=0.5)
+        rule = step.policy.select_rule_with(within=1.0)
         return select(scores, step.num_pages, rule, forced=step.forced_pages, rest=rest)
 
 
