@@ -1,8 +1,8 @@
-// Threads for the CPU operations.
+// Threads for the CPU operations: OpenMP's, which PyTorch's operators use too. Threads of our own
+// would wake beside OpenMP's, which poll for work, and push them or the caller off their cores.
 //
-// OpenMP's join waits for every thread of the team. On cores that are shared with other processes,
-// as a server's are, one thread that is not scheduled then costs milliseconds. Here threads claim
-// items one by one, and so does the caller: it never waits for a thread that has not begun.
+// Items are claimed one by one. OpenMP's join waits for every thread of the team, which costs
+// milliseconds where another process keeps one from running: after such a wait callers work alone.
 #pragma once
 
 #include <cstdint>

@@ -14,8 +14,8 @@ class serial_operators:
 
     The operators of a decode step are small. Joining an OpenMP team waits for each of its threads;
     on a core that another process keeps busy, that takes 10 to 40 ms where the operator takes 0.1.
-    The kernels of this package keep their threads: their callers do not wait for a thread that has
-    not begun. Without the C++ kernels, or on another device, this changes nothing.
+    The kernels of this package keep their threads, and use one for a while after such a wait.
+    Without the C++ kernels, or on another device, this changes nothing.
 
     Args:
         device: device of the operators.

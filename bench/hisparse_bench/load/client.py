@@ -29,7 +29,7 @@ from hisparse.trace.prefix import PrefixRequest, read_prefix
 _RATES = ("request_throughput", "input_throughput", "output_throughput", "total_throughput")
 _TIMES = tuple(
     f"{statistic}_{of}_ms"
-    for of in ("ttft", "tpot", "e2e_latency")
+    for of in ("ttft", "tpot", "itl", "e2e_latency")
     for statistic in ("mean", "median", "p90", "p99")
 )
 #: What SGLang's client reads from its command line.

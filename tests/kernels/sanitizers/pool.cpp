@@ -1,5 +1,5 @@
-// Callers on several threads use the threads of csrc/cpu/parallel.cpp. Items sleep, so that helpers
-// join on one core too. Each item must be called once, and its writes be seen by its caller.
+// Callers on several threads use csrc/cpu/parallel.cpp. Items sleep, so that helpers join on one core
+// too. Each item must be called once, and its writes be seen by its caller.
 #include "parallel.h"
 
 #include <atomic>
@@ -18,7 +18,7 @@ void call_jobs() {
   for (int job = 0; job < kJobs; ++job) {
     int calls[kItems] = {};
     hisparse::parallel_for(kItems, kThreads, [&](int64_t item) {
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      std::this_thread::sleep_for(std::chrono::microseconds(500));
       ++calls[item];
       helped += std::this_thread::get_id() != caller;
     });
