@@ -17,15 +17,21 @@ using Clock = std::chrono::steady_clock;
 constexpr int kAlonePerWait = 20;
 // A thread that runs has one item left at most. A wait of this much more than twice its time is a
 // stall: the scheduler gives another process some milliseconds.
-constexpr auto kStall = std::chrono::milliseconds(1);
+#ifndef HISPARSE_STALL_MS
+#define HISPARSE_STALL_MS 1
+#endif
+constexpr auto kStall = std::chrono::milliseconds(HISPARSE_STALL_MS);
 
 // Threads that the calling thread's kernels may use while it holds OpenMP to one; 0: it does not.
 thread_local int threads_while_held = 0;
+
+int max_threads() { return threads_while_held > 0 ? threads_while_held : omp_get_max_threads(); }
 
 struct Job {
   void (*body)(void*, int64_t);
   void* context;
   int64_t items;
+  int threads;
   std::atomic<int64_t> claimed{0}, from_end{0};
   std::atomic<int> left{0};  // threads
 
@@ -50,7 +56,7 @@ Clock::time_point begin_of_own, end_of_own;
 Clock::duration alone{0};  // how long callers have still to work alone
 
 // Serves one caller at a time; a second caller works alone.
-void run(Job& job, int threads) {
+void run(Job& job) {
   std::unique_lock<std::mutex> owner(owner_mutex, std::try_to_lock);
   const auto begin = Clock::now();
   if (!owner || alone > Clock::duration::zero()) {
@@ -59,14 +65,15 @@ void run(Job& job, int threads) {
     return;
   }
   shared_job = &job;
-#pragma omp parallel num_threads(threads)
+  // Always the whole team, as PyTorch does: libgomp ends and makes threads where its size changes.
+#pragma omp parallel num_threads(max_threads())
   {
     Job& shared = *shared_job;
     if (omp_get_thread_num() == 0) {
       begin_of_own = Clock::now();
       own_items = shared.call_items();
       end_of_own = Clock::now();
-    } else {
+    } else if (omp_get_thread_num() < shared.threads) {
       shared.help();
     }
     ++shared.left;
@@ -106,8 +113,7 @@ int num_threads(int64_t items, double total_ns) {
   constexpr double kWorthAThreadNs = 25000;
 #endif
   const auto useful = std::min<int64_t>(items, static_cast<int64_t>(total_ns / kWorthAThreadNs));
-  const int most = threads_while_held > 0 ? threads_while_held : omp_get_max_threads();
-  return static_cast<int>(std::clamp<int64_t>(useful, 1, most));
+  return static_cast<int>(std::clamp<int64_t>(useful, 1, max_threads()));
 }
 
 void parallel_for(int64_t items, int threads, void (*body)(void*, int64_t), void* context) {
@@ -115,8 +121,8 @@ void parallel_for(int64_t items, int threads, void (*body)(void*, int64_t), void
     for (int64_t i = 0; i < items; ++i) body(context, i);
     return;
   }
-  Job job{body, context, items};
-  run(job, threads);
+  Job job{body, context, items, threads};
+  run(job);
 }
 
 }  // namespace hisparse

@@ -33,6 +33,13 @@ APART = Build(
     parallel=Path(__file__).with_name("parallel_apart.cpp"),
     environment=_ENVIRONMENT,
 )
-#: Races in ``parallel.cpp``, and between callers on two threads.
-POOL = Build("thread-pool", "native", flags=_THREAD, environment=_ENVIRONMENT, callers=2)
+#: Races in ``parallel.cpp``, and between callers on two threads. They share all calls: no wait is a
+#: stall, whatever else the machine runs.
+POOL = Build(
+    "thread-pool",
+    "native",
+    flags=(*_THREAD, "-DHISPARSE_STALL_MS=100000"),
+    environment=_ENVIRONMENT,
+    callers=2,
+)
 BUILDS = (*ADDRESS, APART, POOL)
