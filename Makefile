@@ -225,7 +225,7 @@ docs: setup
 	$(python) -m scripts.make_plots quality \
 		bench/results/2026-11-21-eval-qwen-4k-2e9299e.json docs/images/quality.svg
 	$(python) -m scripts.make_plots ruler \
-		bench/results/2026-11-27-ruler-qwen-4k-57ceadb.json docs/images/ruler.svg
+		bench/results/2026-11-28-ruler-qwen-4k-67e60f6.json docs/images/ruler.svg
 	$(python) -m scripts.make_plots trace \
 		bench/results/2026-11-22-trace-qwen-8k-086a4a3.json docs/images/trace.svg
 	$(python) -m scripts.make_plots speed \

@@ -269,7 +269,7 @@ def quality_figure(result: dict[str, Any]) -> Figure:
 
 
 def ruler_figure(result: dict[str, Any]) -> Figure:
-    """RULER's mean score against the budget, and against the bytes that a method keeps of a token.
+    """RULER's mean score against tokens attended, and against bytes that a method keeps of a token.
 
     Args:
         result: object that ``hisparse eval --ruler --json`` printed.
@@ -281,7 +281,9 @@ def ruler_figure(result: dict[str, Any]) -> Figure:
     for cell in cells:
         y = [100 * cell[name] for name in ("score", "low", "high")]
         name = cell["method"].replace("selection_scope=query_head", "per query head")
-        points[0].setdefault(name, []).append(Point(cell["budget"], *y))
+        if cell["algorithm"] == "dipr":  # Its range takes the place of a budget.
+            name = "dipr, by alpha"
+        points[0].setdefault(name, []).append(Point(cell["kept_mean"], *y))
         # The smallest budget separates methods most. The oracle stores all keys.
         if cell["budget"] == budgets[0] and name != "oracle":
             points[1].setdefault(name, []).append(Point(cell["bytes_per_token"], *y))
@@ -290,7 +292,7 @@ def ruler_figure(result: dict[str, Any]) -> Figure:
         Panel(
             title=f"Score of {dense['n']} prompts, percent",
             lines=points[0],
-            label="budget, tokens",
+            label="tokens attended per step, mean",
             level=level,
             log="x",
             ticks=budgets,
