@@ -43,26 +43,38 @@ class Buffer {
 // What is decoded of each sketch, and scratch for kQueries queries. Rows end in zeros.
 template <typename Layout>
 struct Tile {
+  // How much later are the sketches that a step fetches. With four bits, those of a head in as many
+  // pages have queries of their own.
+  static constexpr int32_t kAhead = Layout::kBits == 4 ? 2 * kTile : kTile;
+
   Layout of_layout;
   int32_t group;      // queries of a KV head
   int32_t count;      // sketches that are there
-  const uint8_t* const* sketches;      // and after them those of the next tile
+  const uint8_t* const* sketches;      // and after them the next ones
   bool last;                           // whether these queries are the last of their groups
   int64_t heads[kTile];                // the KV head, counted over requests
-  float *tops, *totals;                // [count, stride], of the head's queries
+  float *tops, *totals;                // [count, apart], of the head's queries
+  int32_t apart;
   float unit[kTile];                   // times `levels` the scales
   float units[kTile][kQueries];        // times `sums` the logits
   Buffer<uint8_t> levels;         // [kTile, places]: scales of detailed channels, with AVX-512
   Buffer<uint8_t> multiples;      // [kTile, places, 4]: levels times 0 to 3
   Buffer<uint8_t> chosen;         // [kTile, chosen_stride], signed: see start_scores
   Buffer<Ints> sums;              // [kTile, registers, kQueries]
-  Buffer<uint8_t> rows;           // [kTile, kQueries, whole registers], signed, with four bits
+  // With four bits, in whole registers:
+  Buffer<uint8_t> tops_of_scales;  // [width], codes
+  Buffer<float> product;           // [width], of these and a query
+  Buffer<int16_t> scaled;          // [group, width]: such products
+  Buffer<float> scaled_units;      // [group]: times `rows`
+  Buffer<uint8_t> rows;            // [kTile, kQueries, width], signed: for each sketch its part
 
   Tile(const Layout& layout, int32_t group)
+      : Tile(layout, group, Layout::kBits == 4 ? round_up(layout.get().dim, sizeof(Bytes)) : 0) {}
+  Tile(const Layout& layout, int32_t group, int32_t whole)
       : of_layout(layout), group(group), levels(kTile * places()),
         multiples(kTile * places() * 4), chosen(kTile * chosen_stride()),
-        sums(kTile * registers() * kQueries),
-        rows(Layout::kBits == 4 ? kTile * kQueries * round_up(this->layout().dim, sizeof(Bytes)) : 0) {}
+        sums(kTile * registers() * kQueries), tops_of_scales(whole), product(whole),
+        scaled(group * whole), scaled_units(group), rows(kTile * kQueries * whole) {}
 
   SketchLayout layout() const { return of_layout.get(); }
   // Queries of a KV head, in whole blocks.
@@ -75,14 +87,14 @@ struct Tile {
   int32_t quads() const { return (layout().num_channels + kQuad - 1) / kQuad; }
   // That hold a number for each token.
   int32_t registers() const { return (layout().page_size + kTokens - 1) / kTokens * kVectors; }
-  // Brings a third of a sketch of the next tile into the cache, in the order in which steps need
+  // Brings a third of a sketch that comes later into the cache, in the order in which steps need
   // them. Each step does so while it computes: a processor waits if many reads are under way.
   HISPARSE_INLINE void fetch_next(int32_t i, int32_t third) const {
     if (!last) return;
     // It begins within a line, so it ends in one more.
     const int32_t end = layout().num_bytes() - 1, lines = end / 64 + 2, part = (third + 2) % 3;
     for (int32_t line = lines * part / 3; line < lines * (part + 1) / 3; ++line) {
-      __builtin_prefetch(sketches[i + kTile] + std::min(64 * line, end), 0, 3);
+      __builtin_prefetch(sketches[i + kAhead] + std::min(64 * line, end), 0, 3);
     }
   }
   // Room for the last register that is written, wherever it begins.

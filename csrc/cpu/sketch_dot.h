@@ -4,6 +4,8 @@
 
 #include "simd.h"
 
+#include <functional>
+
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
@@ -121,15 +123,15 @@ HISPARSE_INLINE Ints dot_bytes(Ints sum, Bytes a, Bytes b) {
 #endif
 }
 
-// The sum of the parts of four lanes.
-template <typename T, int N>
-HISPARSE_INLINE Vec<T, 4> join_fours(Vec<T, N> x) {
+// The sum of the parts of four lanes, or how else `join` joins them.
+template <typename T, int N, typename Join = std::plus<>>
+HISPARSE_INLINE Vec<T, 4> join_fours(Vec<T, N> x, Join join = {}) {
   if constexpr (N == 4) {
     return x;
   } else {
     struct Halves { Vec<T, N / 2> low, high; };
     const auto [low, high] = bit_cast<Halves>(x);
-    return join_fours<T, N / 2>(low + high);
+    return join_fours<T, N / 2>(join(low, high), join);
   }
 }
 

@@ -147,7 +147,7 @@ HISPARSE_NOINLINE void add_weights(Tile<Layout>& tile, int32_t done) {
     }
     for (int g = G; g < kQueries; ++g) weights[g] = splat(1.0f);  // no query, and no total lost
     const auto total = reduce_four(weights);
-    std::memcpy(tile.totals + i * tile.stride() + done, &total, sizeof(total));
+    std::memcpy(tile.totals + i * tile.apart + done, &total, sizeof(total));
   }
 }
 
@@ -232,39 +232,54 @@ Tile<Layout>& tile_of(const Layout& layout, int32_t group) {
   return *kept;
 }
 
-// A run's sketches, tile by tile.
+// A run's sketches, tile by tile: as they lie or, with four bits, a head's in some pages, for which
+// its queries are scaled.
 template <typename Layout, typename Of>
 void score_sketches(const SketchScoreParams& p, const Layout& layout, const Of& queries, Run& run) {
+  constexpr int32_t kPages = Layout::kBits == 4 ? Tile<Layout>::kAhead : 1;
   const int32_t bytes = layout.get().num_bytes();
   const int32_t* host_pages = p.host_pages[run.request];
   thread_local std::vector<const uint8_t*> sketches;
   sketches.clear();
-  for (int64_t page = run.first; page < run.present; ++page) {
-    const uint8_t* own = p.sketches[host_pages[page]];
-    for (int32_t head = 0; head < p.kv_heads; ++head) sketches.push_back(own + head * bytes);
+  for (int64_t first = run.first; first < run.present; first += kPages) {
+    for (int32_t head = 0; head < p.kv_heads; ++head) {
+      for (int64_t page = first; page < std::min(first + kPages, run.present); ++page) {
+        sketches.push_back(p.sketches[host_pages[page]] + head * bytes);
+      }
+    }
   }
   const auto count = static_cast<int32_t>(sketches.size());
   sketches.resize(count + 2 * kTile, sketches.back());
   Tile<Layout>& tile = tile_of(layout, p.q_heads / p.kv_heads);
-  const auto& own = [&]() -> decltype(auto) {
-    if constexpr (Layout::kBits == 4) {
-      return RunQueries(queries, layout.get(), run.request * p.kv_heads, p.kv_heads,
-                        sketches.data(), count);
-    } else {
-      return (queries);
-    }
-  }();
-  int32_t head = 0;
-  for (int32_t done = 0; done < count; done += kTile) {
-    tile.count = std::min(kTile, count - done);
+  tile.apart = kPages == 1 ? run.stride : p.kv_heads * run.stride;
+  const auto score = [&](int32_t done, int32_t most, int64_t place) {
+    tile.count = std::min(kTile, most);
     tile.sketches = &sketches[done];
-    for (int32_t i = 0; i < tile.count; ++i) {
-      tile.heads[i] = run.request * p.kv_heads + head;
-      head = head + 1 < p.kv_heads ? head + 1 : 0;
+    tile.tops = run.tops.data() + place * run.stride;
+    tile.totals = run.totals.data() + place * run.stride;
+    score_tile(queries, tile);
+  };
+  if constexpr (Layout::kBits == 4) {
+    for (int32_t done = 0, page = 0; done < count; page += kPages) {
+      const int32_t some = std::min(kPages, (count - done) / p.kv_heads);
+      for (int32_t head = 0; head < p.kv_heads; ++head) {
+        tile.sketches = &sketches[done];
+        std::fill_n(tile.heads, kTile, run.request * p.kv_heads + head);
+        scale_queries(queries, tile, some);
+        for (int32_t i = 0; i < some; i += kTile) {
+          score(done + i, some - i, int64_t{page + i} * p.kv_heads + head);
+        }
+        done += some;
+      }
     }
-    tile.tops = run.tops.data() + done * run.stride;
-    tile.totals = run.totals.data() + done * run.stride;
-    score_tile(own, tile);
+  } else {
+    for (int32_t done = 0, head = 0; done < count; done += kTile) {
+      for (int64_t& own : tile.heads) {
+        own = run.request * p.kv_heads + head;
+        head = head + 1 < p.kv_heads ? head + 1 : 0;
+      }
+      score(done, count - done, done);
+    }
   }
 }
 

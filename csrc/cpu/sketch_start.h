@@ -168,7 +168,7 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
     const Four middle = __builtin_convertvector(join_fours<int32_t, kLanes>(middles), Four);
     const Four top = reduce_four(even) - middle * units * 1.5f;
     std::memcpy(tile.units[i], &units, sizeof(units));
-    std::memcpy(tile.tops + i * tile.stride() + done, &top, sizeof(top));
+    std::memcpy(tile.tops + i * tile.apart + done, &top, sizeof(top));
   }
 }
 

@@ -127,7 +127,7 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
     });
     const auto units = load_vector<Four>(queries.units.data() + first);
     const Four top = reduce_four(sums) * units * (1.0f / 256);
-    std::memcpy(tile.tops + i * tile.stride() + done, &top, sizeof(top));
+    std::memcpy(tile.tops + i * tile.apart + done, &top, sizeof(top));
   }
 }
 
