@@ -218,6 +218,13 @@ class Server(ServerProcess):
         request["sampling_params"] |= {"n": count}
         return [_answer(reply) for reply in self._post("/generate", request).json()]
 
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, ignore_eos: bool
+    ) -> list[Answer]:
+        """Greedy continuations of prompts that are sent in one request."""
+        request = _request([], max_new_tokens, ignore_eos) | {"input_ids": prompts}
+        return [_answer(reply) for reply in self._post("/generate", request).json()]
+
     def generate_many(
         self,
         prompts: Sequence[Sequence[int] | str],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from checks import retract_until_seen, wait_until
 from harness import Server
+from plugins import make_exact_products
 from settings import DSA as INDEXER
 from settings import MEMORY, SMALL_POOL_FLAGS, SPARSE, TWO_RANKS, WHOLE
 from tiny_models import tiny_model
@@ -30,11 +32,18 @@ faults = pytest.mark.skipif(PART != "faults", reason="more servers: make test-al
 DSA = MEMORY | INDEXER | {"algorithm_config": {}, "staging_bytes": 65536}
 
 
-def start(log_dir: Path, name: str, store: Path, config: dict[str, Any], **options: Any) -> Server:
+def start(
+    log_dir: Path,
+    name: str,
+    store: Path,
+    config: dict[str, Any],
+    python_path: Sequence[Path] = (),
+    **options: Any,
+) -> Server:
     kind, flags = options.pop("kind", "llama"), options.pop("flags", ())
     storage = {"path": str(store), "swap_min_tokens": 0, "timeout_s": 60.0} | options
     log = log_dir / f"swap-{name}.log"
-    settings: dict[str, Any] = {"config": config | {"storage": storage}}
+    settings: dict[str, Any] = {"config": config | {"storage": storage}, "python_path": python_path}
     if "--tp-size" in flags:
         settings["env"] = TWO_RANKS
     return Server(tiny_model(kind), log, *SMALL_POOL_FLAGS, *flags, **settings)
@@ -84,7 +93,10 @@ def test_all_that_a_page_holds_comes_back(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     """Tokens are those of the request alone."""
-    with start(log_dir, name, tmp_path, config, kind=kind, flags=flags) as server:
+    exact = make_exact_products(tmp_path / "exact")
+    with start(
+        log_dir, name, tmp_path / "store", config, kind=kind, flags=flags, python_path=[exact]
+    ) as server:
         answers = retract_until_seen(server)
         assert_swapped(server)
         server.flush_cache()
