@@ -47,12 +47,14 @@ class DIPR(BaseSparseAlgorithm):
             the heaviest page. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
             None: 0.01 unless ``beta`` is given.
         index: what is searched. "sketch": the page sketches of the algorithm ``sketch``, which
-            estimate the log-sum-exp, on a CPU with four bits of every number. "flat": every key in
+            estimate the log-sum-exp, on a CPU with four bits of every number in pages of a multiple
+            of 16 tokens. "flat": every key in
             host memory, exactly, on a CPU only.
     """
 
     variable_lengths: ClassVar[bool] = True
     store_version: ClassVar[int | None] = 1
+    recordable: ClassVar[bool] = True
     captured_launches: ClassVar[int] = 13
     kernels: ClassVar[tuple[str, ...]] = Sketch.kernels
 

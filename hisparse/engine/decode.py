@@ -75,7 +75,8 @@ class DecodeLayer:
         self._serial = serial_operators(self._manager.device.device)
         self._results = ResultMemory()
         self.recordable = self._recordable_layers()
-        self._recorded: dict[int, Callable[..., bool]] = {}
+        #: Of each layer its calls, and what they select.
+        self._recorded: dict[int, tuple[Callable[..., bool], Selection | None]] = {}
         #: Requests and pages of recorded layers, and the memory of their results.
         self._last_shapes, self._scratch = (0, 0), ResultMemory(keeps=True)
         state = components.representations.tensors.values()
@@ -187,25 +188,28 @@ class DecodeLayer:
         shape = (*q.shape[:-1], self._policy.kv.v_head_dim)
         (out,) = self._results.take(("recorded", shape, q.dtype), lambda: [q.new_empty(shape)])
         inputs = (out, q, k, v, *tensors)
-        run = self._recorded.get(layer_id)
+        part = step.by_mode["sparse"]
+        recorded = self._recorded.get(layer_id)
         try:
-            if run is not None and run(*inputs):
+            if recorded is not None and recorded[0](*inputs):
+                part.cache.selection = recorded[1]
+                self._count_capped(layer_id, part)
                 return out
         except KernelError as error:
             # If it is the algorithm's, this raises it with its name and the layer's.
-            part = step.by_mode["sparse"]
             blame(error, layer_id, self._retrieve(layer_id, q, part), part, self._algorithm)
             raise
         recorder = CallRecorder(inputs, self._lasting, self._scratch.storages)
         with self._scratch, recorder:
             with self._serial:
                 self._append(layer_id, step, k, v)
-            (attended,) = self._attended("sparse", layer_id, step.by_mode["sparse"], q, True)
+            (attended,) = self._attended("sparse", layer_id, part, q, True)
             call_cpu("write_output", attended.out.float().contiguous(), out)
+        self._count_capped(layer_id, part)
         if recorder.joined is None:
             self.recordable.clear()  # Layers are alike.
         else:
-            self._recorded[layer_id] = recorder.joined
+            self._recorded[layer_id] = recorder.joined, part.cache.selection
         return out
 
     def _begin_recorded(self, step: DecodeStep) -> tuple[Tensor, ...] | None:
@@ -244,6 +248,8 @@ class DecodeLayer:
             return attend(layer_id, q, step, sinks).to(q.dtype)
         heads = q.shape[0], self._policy.kv.num_q_heads
         parts = self._attended(mode, layer_id, step, q, waits)
+        if mode == "sparse" and self._modes.selects(layer_id):
+            self._count_capped(layer_id, step)
         by_head = (Attended(x.out.reshape(*heads, -1), x.lse.reshape(heads)) for x in parts)
         return merge_attended(*by_head, sinks=sinks, dtype=q.dtype).out
 
@@ -313,8 +319,6 @@ class DecodeLayer:
         queries = q if self._gather_queries is None else self._gather_queries(q)
         selection = retrieve(self._algorithm, layer_id, queries, step, invalid)
         self._manager.kv_io.append_new(layer_id, step)
-        if self._policy.variable_lengths:
-            self._count_capped(layer_id, selection, step)
         for extension in self._refining:
             refined = call(extension.refine_selection, layer_id, layer_id, q, selection, step)
             selection = require_selection(refined, extension, "refine_selection", layer_id, step)
@@ -327,9 +331,11 @@ class DecodeLayer:
         # These hooks see what dense requests attend.
         return _all_where(step.dense, selection, step.every_page(self._dense_width))
 
-    def _count_capped(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
+    def _count_capped(self, layer_id: int, step: DecodeStep) -> None:
         """Count selections of varying length that ``max_pages`` cut short."""
-        limit = self._policy.max_pages
+        selection, limit = step.cache.selection, self._policy.max_pages
+        if selection is None or not self._policy.variable_lengths:
+            return
 
         def begin() -> tuple[Tensor, Tensor]:
             longer = step.num_pages[:, None] > limit
