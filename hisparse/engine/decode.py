@@ -75,8 +75,8 @@ class DecodeLayer:
         self._serial = serial_operators(self._manager.device.device)
         self._results = ResultMemory()
         self.recordable = self._recordable_layers()
-        #: Of each layer its calls, and what they select.
-        self._recorded: dict[int, tuple[Callable[..., bool], Selection | None]] = {}
+        #: Of each layer its calls, and how much they select where that varies.
+        self._recorded: dict[int, tuple[Callable[..., bool], Tensor | None]] = {}
         #: Requests and pages of recorded layers, and the memory of their results.
         self._last_shapes, self._scratch = (0, 0), ResultMemory(keeps=True)
         state = components.representations.tensors.values()
@@ -88,13 +88,11 @@ class DecodeLayer:
         """The layers that :meth:`_run_recorded` tries: no hook sees what they compute."""
         manager, modes = self._manager, self._modes
         hooks = (self._before_layer, self._refining, self._after_selection, self._after_attention)
-        if manager.device.device.type != "cpu" or cpu_library() is None:
-            return set()
-        if manager.checked or self._host or self._gather_queries or any(hooks):
-            return set()
+        native = manager.device.device.type == "cpu" and cpu_library() is not None
+        seen = manager.checked or self._host or self._gather_queries or any(hooks)
         # PyTorch alone writes outputs of other dtypes.
         written = self._policy.kv.dtype in (torch.float32, torch.bfloat16)
-        if not (self._algorithm.recordable and written):
+        if seen or not (native and written and self._algorithm.recordable):
             return set()
         layers = range(self._policy.kv.num_layers)
         return {x for x in layers if modes.selects(x) and modes.attended_by(x) == 1}
@@ -192,8 +190,7 @@ class DecodeLayer:
         recorded = self._recorded.get(layer_id)
         try:
             if recorded is not None and recorded[0](*inputs):
-                part.cache.selection = recorded[1]
-                self._count_capped(layer_id, part)
+                self._count_capped(layer_id, part, recorded[1])
                 return out
         except KernelError as error:
             # If it is the algorithm's, this raises it with its name and the layer's.
@@ -205,11 +202,11 @@ class DecodeLayer:
                 self._append(layer_id, step, k, v)
             (attended,) = self._attended("sparse", layer_id, part, q, True)
             call_cpu("write_output", attended.out.float().contiguous(), out)
-        self._count_capped(layer_id, part)
+        lengths = self._count_capped(layer_id, part)
         if recorder.joined is None:
             self.recordable.clear()  # Layers are alike.
         else:
-            self._recorded[layer_id] = recorder.joined, part.cache.selection
+            self._recorded[layer_id] = recorder.joined, lengths
         return out
 
     def _begin_recorded(self, step: DecodeStep) -> tuple[Tensor, ...] | None:
@@ -331,23 +328,26 @@ class DecodeLayer:
         # These hooks see what dense requests attend.
         return _all_where(step.dense, selection, step.every_page(self._dense_width))
 
-    def _count_capped(self, layer_id: int, step: DecodeStep) -> None:
-        """Count selections of varying length that ``max_pages`` cut short."""
-        selection, limit = step.cache.selection, self._policy.max_pages
-        if selection is None or not self._policy.variable_lengths:
-            return
+    def _count_capped(
+        self, layer_id: int, step: DecodeStep, lengths: Tensor | None = None
+    ) -> Tensor | None:
+        """Count selections of varying length that ``max_pages`` cut short; return ``lengths``."""
+        if lengths is None and step.cache.selection and self._policy.variable_lengths:
+            lengths = step.cache.selection.lengths
+        if lengths is None:
+            return None
 
         def begin() -> tuple[Tensor, Tensor]:
-            longer = step.num_pages[:, None] > limit
+            longer = step.num_pages[:, None] > self._policy.max_pages
             if step.dense is not None:
                 longer &= ~step.dense[:, None]
-            shape = (self._policy.kv.num_layers, *selection.lengths.shape)
-            capped = longer.new_zeros(shape)  # One sum after the step.
+            capped = longer.new_zeros(self._policy.kv.num_layers, *lengths.shape)
             self._manager.counters.count("capped_selections", capped)
             return longer, capped
 
         longer, capped = step.cache.once("capped", begin)
-        torch.eq(selection.lengths, limit, out=capped[layer_id]).logical_and_(longer)
+        torch.eq(lengths, self._policy.max_pages, out=capped[layer_id]).logical_and_(longer)
+        return lengths
 
     def _finish(self, layer_id: int, step: DecodeStep, filled: Tensor, host_pages: Tensor) -> None:
         """Move full tail pages into the LRU, and store their representations.

@@ -267,7 +267,10 @@ def layers_of(
 def test_layers_after_the_first_allocate_nothing(
     name: str, scope: Any, kv_cache_dtype: str, dtype: torch.dtype
 ) -> None:
-    """In eager steps, of which some fill a tail page."""
+    """In eager steps, of which some fill a tail page.
+
+    Recorded layers of ``dipr`` keep what they select, to count what the cap cut short.
+    """
     sim = Simulator(
         checked=False,
         layers=4,
@@ -278,10 +281,15 @@ def test_layers_after_the_first_allocate_nothing(
     )
     requests = [sim.request(slot, 180, seed=slot) for slot in (1, 2)]
     sim.prefill((requests[0], 161), (requests[1], 130))
+    kept = len(requests) * sim.policy.heads * (1 + sim.policy.max_pages) * torch.int32.itemsize
     for _ in range(sim.page_size):
         first, *others = layers_of(sim, requests, lambda out: None)
         assert first > 0
-        assert others == [0, 0, 0], f"{[x.done for x in requests]} tokens"
+        if name == "dipr" and sim.coordinator.decode._recorded and kept:
+            assert max(others) <= kept
+            kept = 0
+        else:
+            assert others == [0, 0, 0], f"{[x.done for x in requests]} tokens"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
