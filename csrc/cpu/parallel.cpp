@@ -21,6 +21,8 @@ constexpr int kAlonePerWait = 20;
 #define HISPARSE_STALL_MS 1
 #endif
 constexpr auto kStall = std::chrono::milliseconds(HISPARSE_STALL_MS);
+// A longer wait is a pause of the whole process.
+constexpr Clock::duration kLongestStall = std::chrono::milliseconds(100);
 
 // Threads that the calling thread's kernels may use while it holds OpenMP to one; 0: it does not.
 thread_local int threads_while_held = 0;
@@ -83,7 +85,7 @@ void run(Job& job) {
   const auto own = end_of_own - begin_of_own;
   const auto waited = Clock::now() - begin - own;
   const auto per_item = own / std::max<int64_t>(own_items, 1);
-  if (waited > 2 * per_item + kStall) alone = kAlonePerWait * waited;
+  if (waited > 2 * per_item + kStall) alone = kAlonePerWait * std::min(waited, kLongestStall);
 }
 
 }  // namespace

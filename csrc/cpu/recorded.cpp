@@ -48,12 +48,6 @@ class Argument {
   DLTensor tensor_;
 };
 
-// As Python's serial_operators: helpers wake up, and stay awake until the last call.
-struct Serial {
-  const int64_t before = hold_openmp();
-  ~Serial() { release_openmp(before); }
-};
-
 class Recorded {
  public:
   explicit Recorded(const PackedArgs& inputs) {
@@ -84,7 +78,6 @@ class Recorded {
       if (!input.fits(now) || data[at] != data[same_[at]]) return false;
     }
     for (const Moved& each : moved_) each.argument->move_to(data[each.input] + each.offset);
-    const Serial serial;
     for (const Call& call : calls_) {
       Any result;
       call.function.CallPacked(call.arguments.data(), static_cast<int>(call.arguments.size()),

@@ -48,8 +48,7 @@ class DIPR(BaseSparseAlgorithm):
             None: 0.01 unless ``beta`` is given.
         index: what is searched. "sketch": the page sketches of the algorithm ``sketch``, which
             estimate the log-sum-exp, on a CPU with four bits of every number in pages of a multiple
-            of 16 tokens. "flat": every key in
-            host memory, exactly, on a CPU only.
+            of 16 tokens. "flat": every key in host memory, exactly, on a CPU only.
     """
 
     variable_lengths: ClassVar[bool] = True
