@@ -35,7 +35,7 @@ struct Job {
   int64_t items;
   int threads;
   std::atomic<int64_t> claimed{0}, from_end{0};
-  std::atomic<int> left{0};  // threads
+  std::atomic<int> left{0};  // how many threads have left the team
 
   // The caller claims items from the first one on, helpers from the last one back. So an item stays
   // with a core from call to call, and its data in that core's cache.
@@ -80,7 +80,7 @@ void run(Job& job) {
     }
     ++shared.left;
   }
-  job.left.load();
+  job.left.load();  // What they wrote is seen from here on.
   // A team starts when all of its threads have left the one before.
   const auto own = end_of_own - begin_of_own;
   const auto waited = Clock::now() - begin - own;

@@ -331,7 +331,7 @@ class DecodeLayer:
     def _count_capped(
         self, layer_id: int, step: DecodeStep, lengths: Tensor | None = None
     ) -> Tensor | None:
-        """Count selections of varying length that ``max_pages`` cut short; return ``lengths``."""
+        """Count selections that ``max_pages`` cut short; return lengths, None if all are alike."""
         if lengths is None and step.cache.selection and self._policy.variable_lengths:
             lengths = step.cache.selection.lengths
         if lengths is None:
