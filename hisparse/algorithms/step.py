@@ -240,12 +240,13 @@ class DecodeStep:
 
     @cached_property
     def max_pages(self) -> int:
-        """The most that ``num_pages`` may be, known on the host; if captured, in any step."""
-        return int(max(self.seq_lens_cpu.tolist()) - 1) // self.policy.kv.page_size
+        """A bound on ``num_pages``, known on the host; if captured, in any step."""
+        most = int(max(self.seq_lens_cpu.tolist()) - 1) // self.policy.kv.page_size
+        return min(self.rows.table_pages(most), self.host_page_table.shape[1] - 1)
 
     @property
     def host_page_table(self) -> Tensor:
-        """``[B, P] int32``, host page of each page; P is at least ``max_pages``."""
+        """``[B, P] int32``, host page of each page; P is more than ``max_pages``."""
         return self.rows.host_page_table
 
     @property

@@ -65,6 +65,7 @@ class DevicePool:
     Attributes:
         kv, heads, device: as given.
         max_row_pages: C.
+        context_pages: pages of the longest sequence.
         format: how K and V are stored.
         states: LRU tables of all layers.
         capacity: ``[slots * H] int32``, device slots of each state row.
@@ -78,7 +79,7 @@ class DevicePool:
         self.format = format_of(kv)
         self.heads = heads
         self.device = device
-        self.max_row_pages = sizes.max_row_pages
+        self.max_row_pages, self.context_pages = sizes.max_row_pages, sizes.context_pages
         num_rows = sizes.num_slots * heads
         layers, self._num_pages = kv.num_layers, sizes.device_pages
         self._stored_heads = kv.num_kv_heads if heads == 1 else 1

@@ -196,7 +196,11 @@ class DecodeBatch:
         rows = (self.slots[:, None] * heads + head).flatten()
         position = self.seq_lens - 1
         tail_lens = (position % size + 1).to(torch.int32)
+        table = self.host_page_table
         if self.num_real is None:
+            full = table.shape[1] - 1  # Beside the tail page.
+            room = min(DecodeRows.table_pages(full), device.context_pages - 1)
+            table = torch.nn.functional.pad(table, (0, room - full))
             num_real_rows = rows.new_full((1,), rows.numel(), dtype=torch.int32)
         else:
             num_real_rows = self.num_real * heads
@@ -212,7 +216,7 @@ class DecodeBatch:
                 rows=rows,
                 capacity=device.capacity[rows],
                 num_real_rows=num_real_rows,
-                host_page_table=self.host_page_table,
+                host_page_table=table,
                 num_pages=(position // size).to(torch.int32),
                 tail_pages=device.tail_pages[:, rows],
                 tail_lens=tail_lens.repeat_interleave(heads),

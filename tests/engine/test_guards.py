@@ -225,14 +225,14 @@ def test_an_exception_names_the_method_and_keeps_its_cause(
 
 WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "refused-by-a-kernel": (
-        "score", lambda *_: torch.zeros(2, 3, 47), "layer 0, retrieve_topk: .* 3 heads",
+        "score", lambda *_: torch.zeros(2, 3, 48), "layer 0, retrieve_topk: .* 3 heads",
     ),
-    "no-scores": ("score", lambda *_: None, r"layer 0, score_pages: got .*\[2, heads, 47\]"),
+    "no-scores": ("score", lambda *_: None, r"layer 0, score_pages: got .*\[2, heads, 48\]"),
     "few-scores": (
-        "score", lambda *_: torch.zeros(2, 2, 5), r"layer 0, score_pages: got .*\[2, heads, 47\]",
+        "score", lambda *_: torch.zeros(2, 2, 5), r"layer 0, score_pages: got .*\[2, heads, 48\]",
     ),
     "scores-without-heads": (
-        "score", lambda *_: torch.zeros(2, 47), r"layer 0, score_pages: got .*\[2, heads, 47\]",
+        "score", lambda *_: torch.zeros(2, 48), r"layer 0, score_pages: got .*\[2, heads, 48\]",
     ),
     "text": (
         "select_prefill", lambda *_: "text", r"select_prefill: got str, .*positions \[200, K\]",

@@ -282,3 +282,16 @@ def test_an_error_of_a_recorded_layer_is_that_of_an_unrecorded_one(whose: str) -
     }[whose]
     assert found[0][0] is name
     assert re.match(expected, found[0][1])
+
+
+def test_most_steps_are_recorded_while_contexts_grow() -> None:
+    """Pages of one token: each step adds one to what can be selected, to at most 543."""
+    sim = Simulator(checked=False, layers=1, algorithm=Quest(), **TOKENS)
+    requests = [sim.request(slot, 545, seed=slot) for slot in (1, 2)]
+    sim.prefill((requests[0], 512), (requests[1], 300))
+    recorded = []
+    for _ in range(32):
+        sim.decode(*requests)
+        recorded.append(bool(sim.coordinator.decode._recorded))
+    # Two steps of shapes that are new, from 512 pages and from 513 on.
+    assert recorded.count(False) <= 4

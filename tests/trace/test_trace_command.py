@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hisparse.trace import SelectionTrace
-from hisparse.transformers import enable
+from hisparse.transformers import disable, enable
 from tests.command import Command
 from tests.trace.made import write_trace
 from tests.transformers.hf_models import model
@@ -69,6 +69,7 @@ def test_a_model_that_reads_a_text_is_recorded(tmp_path: Path) -> None:
     with torch.no_grad():
         for part in ids.split([280, *[1] * 20], dim=1):
             net(part, past_key_values=cache)
+    disable(net)  # Other tests use it too.
     recorder: Any = cache.coordinator.extensions["trace"]
     recorder.close()
     trace = SelectionTrace(path)

@@ -83,6 +83,16 @@ class DecodeRows(NamedTuple):
         """Where new tokens go: device pages ``[..., R] int32`` times S, plus offset, int64."""
         return torch.add(self.tail_lens.long() - 1, tails, alpha=page_size)
 
+    @staticmethod
+    def table_pages(num_pages: int) -> int:
+        """For how many full pages a table of at least ``num_pages`` has room.
+
+        At most a sixteenth more, so that most steps have the shapes of the step before, which
+        recorded layers and PyTorch's allocator for CUDA reuse.
+        """
+        unit = max(1, 1 << num_pages.bit_length() >> 5)
+        return -(-num_pages // unit) * unit
+
 
 class DiffTables(NamedTuple):
     """What to attend and what to load; -1 padded.
