@@ -112,7 +112,7 @@ int num_threads(int64_t items, double total_ns) {
 #ifdef HISPARSE_WORTH_A_THREAD_NS
   constexpr double kWorthAThreadNs = HISPARSE_WORTH_A_THREAD_NS;
 #else
-  constexpr double kWorthAThreadNs = 25000;
+  constexpr double kWorthAThreadNs = 6000;
 #endif
   const auto useful = std::min<int64_t>(items, static_cast<int64_t>(total_ns / kWorthAThreadNs));
   return static_cast<int>(std::clamp<int64_t>(useful, 1, max_threads()));
