@@ -37,14 +37,23 @@ struct Queries {
       units.data()[own] = top / 127;
       const float scale = top > 0 ? 127 / top : 0;
       const auto rounded = [](float x) { return static_cast<int32_t>(x + (x < 0 ? -0.5f : 0.5f)); };
+      int8_t* upper = high.data() + own * width;
+      int16_t* both = whole.data() + own * width;
+      // The high byte as other processors round it; the rest may then miss by one.
       for (int32_t d = 0; d < dim; ++d) {
-        // The high byte as other processors round it; the rest may then miss by one.
-        const float exact = query[d] * factor * scale;
-        const int32_t upper = rounded(exact);
-        const int32_t lower = std::clamp(rounded(exact * 256) - 256 * upper, -128, 127);
-        high.data()[own * width + d] = static_cast<int8_t>(upper);
-        const int32_t place = d / 64 * 64 + d % 2 * 32 + d % 64 / 2;
-        whole.data()[own * width + place] = static_cast<int16_t>(256 * upper + lower);
+        upper[d] = static_cast<int8_t>(rounded(query[d] * factor * scale));
+      }
+      const auto put = [&](int32_t d, int32_t place) {
+        const int32_t more = rounded(query[d] * factor * scale * 256) - 256 * upper[d];
+        both[place] = static_cast<int16_t>(256 * upper[d] + std::clamp(more, -128, 127));
+      };
+      for (int32_t d = 0; d < dim; d += 64) {
+        const int32_t left = std::min(64, dim - d);
+        for (int32_t i = 0; i < left / 2; ++i) {
+          put(d + 2 * i, d + i);
+          put(d + 2 * i + 1, d + 32 + i);
+        }
+        if (left % 2 != 0) put(d + left - 1, d + left / 2);
       }
     }
   }
