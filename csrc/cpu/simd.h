@@ -359,4 +359,19 @@ HISPARSE_INLINE uint32_t signs(Ints x) {
 #endif
 }
 
+// The natural logarithm of positive numbers that are not subnormal, to about 1e-6.
+HISPARSE_INLINE Floats log_of(Floats x) {
+  // x = 2^n * m with m in [2/3, 4/3), and log m by its odd series in (m - 1) / (m + 1).
+  const Ints bits = bit_cast<Ints>(x) - 0x3f2aaaab;
+  const Ints n = bits >> 23;
+  const Floats m = bit_cast<Floats>((bits & 0x007fffff) + 0x3f2aaaab);
+  const Floats z = (m - 1.0f) / (m + 1.0f), square = z * z;
+  Floats poly = splat(2.0f / 9);
+  poly = poly * square + 2.0f / 7;
+  poly = poly * square + 2.0f / 5;
+  poly = poly * square + 2.0f / 3;
+  poly = poly * square + 2.0f;
+  return __builtin_convertvector(n, Floats) * 0.693147181f + poly * z;
+}
+
 }  // namespace hisparse

@@ -18,9 +18,7 @@ namespace hisparse {
 constexpr int32_t kTile = 8;
 constexpr int32_t kQueries = 4;  // of a group, at a time
 constexpr float kLog2E = 1.44269504f;
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && \
-    defined(__AVX512VL__)
-#define HISPARSE_SKETCH_AVX512
+#ifdef HISPARSE_SKETCH_AVX512
 constexpr int32_t kChannels = 64, kPlaces = 64;  // of queries, and of what is chosen, in a register
 #else
 constexpr int32_t kChannels = 32, kPlaces = kLanes;
@@ -55,10 +53,11 @@ struct Tile {
   int64_t heads[kTile];                // the KV head, counted over requests
   float *tops, *totals;                // [count, apart], of the head's queries
   int32_t apart;
-  float unit[kTile];                   // times `levels` the scales
+  float unit[kTile];                   // times `levels`, and with them `chosen`, the scales
   float units[kTile][kQueries];        // times `sums` the logits
   Buffer<uint8_t> levels;         // [kTile, places]: scales of detailed channels, with AVX-512
-  Buffer<uint8_t> multiples;      // [kTile, places, 4]: levels times 0 to 3
+  // [kTile, places, 4]: levels times 0 to 3 or, without AVX-512, each four levels four times
+  Buffer<uint8_t> multiples;
   Buffer<uint8_t> chosen;         // [kTile, chosen_stride], signed: see start_scores
   Buffer<Ints> sums;              // [kTile, registers, kQueries]
   // With four bits, in whole registers:
@@ -185,26 +184,20 @@ HISPARSE_NOINLINE void decode_levels(Tile<Layout>& tile) {
     const uint8_t* codes = tile.sketches[i] + tile.layout().channel_scales();
     const uint32_t top = largest(codes, channels) + static_cast<uint32_t>(kScaleOffset);
     const uint32_t exponent = top / 8 + 1;
-    tile.unit[i] = bit_cast<float>(exponent << 23) / kTopLevel;
+    // Products with levels lose eight bits.
+    tile.unit[i] = bit_cast<float>(exponent << 23) * (256.0f / kTopLevel);
     const float inverse = bit_cast<float>((254 - exponent) << 23) * kTopLevel;
-    const auto decode = [&](const uint8_t* own, int32_t at) HISPARSE_INLINED {
+    for (int32_t at = 0; at < channels; at += kLanes) {
+      uint8_t copy[kLanes] = {};
+      const uint8_t* own = codes + at;
+      if (at + kLanes > channels) {
+        std::copy_n(own, channels - at, copy);
+        own = copy;
+      }
       // Adding this constant leaves the nearest integer in the low bits.
       const Floats level = scales_at(own) * inverse + 8388608.0f;
-      const Ints whole = bit_cast<Ints>(level) & 255;
-      const Bytes some = multiples(whole);
+      const Bytes some = first_bytes(bit_cast<Bytes>(level));
       std::memcpy(all + 4 * at, &some, sizeof(some));
-    };
-    if (channels >= kLanes) {
-      // The last register overlaps with the one before.
-      for (int32_t place = 0; place < channels; place += kLanes) {
-        const int32_t at = std::min(place, channels - kLanes);
-        decode(codes + at, at);
-      }
-    } else if (channels > 0) {
-      uint8_t copy[kLanes] = {};
-      std::copy_n(codes, channels, copy);
-      decode(copy, 0);
-      std::fill_n(all + 4 * channels, 4 * (kLanes - channels), uint8_t{0});
     }
   }
 }

@@ -16,6 +16,11 @@ constexpr int32_t kQuad = 4;                     // channels that a 32-bit lane 
 constexpr int32_t kTokens = 16;                  // tokens of a block
 constexpr int32_t kVectors = kTokens / kLanes;   // registers that hold a block's tokens
 
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && \
+    defined(__AVX512VL__)
+#define HISPARSE_SKETCH_AVX512
+#endif
+
 using Bytes = Vec<uint8_t, 4 * kLanes>;
 using Sixteen = Vec<uint8_t, 16>;
 
@@ -57,19 +62,7 @@ HISPARSE_INLINE Bytes repeat_four(const void* p) {
   return bit_cast<Bytes>(x - Words{});
 }
 
-// Every lane's number, at most kTopLevel, times 0, 1, 2 and 3 in the lane's bytes.
-HISPARSE_INLINE Bytes multiples(Ints x) {
-  using Halves = Vec<uint16_t, 2 * kLanes>;
-  const auto twice = bit_cast<Halves>(x | x << 16);
-  return bit_cast<Bytes>(twice * bit_cast<Halves>(0x03020100 - Ints{}));
-}
-
-// Levels out of their multiples: of four lanes, in each of the four.
-HISPARSE_INLINE Bytes levels_of(Bytes multiples) {
-  constexpr Sixteen once = {1, 5, 9, 13, 1, 5, 9, 13, 1, 5, 9, 13, 1, 5, 9, 13};
-  return look_up(multiples, repeat_sixteen(&once));
-}
-
+#ifdef HISPARSE_SKETCH_AVX512
 // The codes of four channels, four bytes each, as the channels' levels [4 channels, 4 codes]. Lane
 // i of the registers together has a byte for each channel, of token i % 4 * 4 + i / 4.
 HISPARSE_INLINE void decode_quad(const uint8_t* packed, const uint8_t* levels, Bytes* out) {
@@ -82,6 +75,46 @@ HISPARSE_INLINE void decode_quad(const uint8_t* packed, const uint8_t* levels, B
     out[v] = look_up(table, bit_cast<Bytes>(index));
   }
 }
+#else
+// Levels, unsigned, times queries, signed, by bytes: the high byte of each product, rounded.
+HISPARSE_INLINE Bytes times_levels(Bytes levels, Bytes queries) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  // One of the two products that are added is zero.
+  const auto x = bit_cast<__m256i>(levels), y = bit_cast<__m256i>(queries);
+  const __m256i low = _mm256_set1_epi16(255), half = _mm256_set1_epi16(128);
+  const __m256i even = _mm256_maddubs_epi16(_mm256_and_si256(low, x), y);
+  const __m256i odd = _mm256_maddubs_epi16(_mm256_andnot_si256(low, x), y);
+  return bit_cast<Bytes>(
+      _mm256_or_si256(_mm256_srli_epi16(_mm256_add_epi16(even, half), 8),
+                      _mm256_andnot_si256(low, _mm256_add_epi16(odd, half))));
+#else
+  using Sixteens = Vec<int16_t, 2 * kLanes>;
+  using Unsigned = Vec<uint16_t, 2 * kLanes>;
+  const auto x = bit_cast<Unsigned>(levels);
+  const auto y = bit_cast<Sixteens>(queries);
+  const Sixteens even = bit_cast<Sixteens>(x & 255) * (y << 8 >> 8) + 128;
+  const Sixteens odd = bit_cast<Sixteens>(x >> 8) * (y >> 8) + 128;
+  return bit_cast<Bytes>((bit_cast<Unsigned>(even) >> 8) | (bit_cast<Unsigned>(odd) & 0xff00));
+#endif
+}
+
+// The first bytes of four lanes, four times.
+HISPARSE_INLINE Bytes first_bytes(Bytes x) {
+  constexpr Sixteen firsts = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
+  return look_up(x, repeat_sixteen(&firsts));
+}
+
+// The codes of four channels, four bytes each. Lane i of the registers together has a byte for each
+// channel, of token i % 4 * 4 + i / 4.
+HISPARSE_INLINE void decode_quad(const uint8_t* packed, const uint8_t*, Bytes* out) {
+  const Words bytes = bit_cast<Words>(transpose_sixteens(repeat_sixteen(packed)));
+  for (int v = 0; v < kVectors; ++v) {
+    Words shift;
+    for (int lane = 0; lane < kLanes; ++lane) shift[lane] = (v * kLanes + lane) / 4 * 2;
+    out[v] = bit_cast<Bytes>(bytes >> shift & 0x03030303u);
+  }
+}
+#endif
 
 // Which tokens of a block register v holds.
 HISPARSE_INLINE Ints token_of(int32_t v) {
@@ -90,12 +123,14 @@ HISPARSE_INLINE Ints token_of(int32_t v) {
   return token;
 }
 
-// The level of the largest scale: three times as much has to fit beside a signed byte in dot_bytes.
-// All processors have the same, so that their scores hardly differ.
-constexpr int32_t kTopLevel = 42;
+// The level of the power of two above the largest scale.
+#ifdef HISPARSE_SKETCH_AVX512
+constexpr int32_t kTopLevel = 42;  // Three times as much has to fit beside a signed byte.
+#else
+constexpr int32_t kTopLevel = 255;
+#endif
 
-// sum + products of bytes, the first unsigned and at most 3 * kTopLevel, the second signed; four to
-// a lane.
+// sum + products of bytes, the first unsigned and at most 127, the second signed; four to a lane.
 HISPARSE_INLINE Ints dot_bytes(Ints sum, Bytes a, Bytes b) {
 #if defined(__AVX512VNNI__)
   return bit_cast<Ints>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a),
@@ -122,6 +157,35 @@ HISPARSE_INLINE Ints dot_bytes(Ints sum, Bytes a, Bytes b) {
   return sum;
 #endif
 }
+
+// Sums of products of codes and signed bytes. Without an instruction for four products they are kept
+// in 16 bits, in pairs: of how many these are not too large, add_codes and scale_queries know.
+#if (defined(__AVX512BW__) && !defined(__AVX512VNNI__)) || \
+    (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__))
+using Sums = Vec<int16_t, 2 * kLanes>;
+HISPARSE_INLINE Sums add_products(Sums sums, Bytes codes, Bytes x) {
+#if defined(__AVX512BW__)
+  return sums + bit_cast<Sums>(
+                    _mm512_maddubs_epi16(bit_cast<__m512i>(codes), bit_cast<__m512i>(x)));
+#else
+  return sums + bit_cast<Sums>(
+                    _mm256_maddubs_epi16(bit_cast<__m256i>(codes), bit_cast<__m256i>(x)));
+#endif
+}
+HISPARSE_INLINE Ints join_pairs(Sums sums) {
+#if defined(__AVX512BW__)
+  return bit_cast<Ints>(_mm512_madd_epi16(bit_cast<__m512i>(sums), _mm512_set1_epi16(1)));
+#else
+  return bit_cast<Ints>(_mm256_madd_epi16(bit_cast<__m256i>(sums), _mm256_set1_epi16(1)));
+#endif
+}
+#else
+using Sums = Ints;
+HISPARSE_INLINE Sums add_products(Sums sums, Bytes codes, Bytes x) {
+  return dot_bytes(sums, codes, x);
+}
+HISPARSE_INLINE Ints join_pairs(Sums sums) { return sums; }
+#endif
 
 // The sum of the parts of four lanes, or how else `join` joins them.
 template <typename T, int N, typename Join = std::plus<>>

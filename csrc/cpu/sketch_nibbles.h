@@ -122,35 +122,6 @@ HISPARSE_INLINE Floats pair_scales(const uint8_t* codes) {
   return bit_cast<Floats>((words + static_cast<uint32_t>(kScaleOffset)) << 20);
 }
 
-// Sums of products of bytes, the first at most 15. Without an instruction for four products they
-// are kept in 16 bits, in pairs: see scale_queries.
-#if (defined(__AVX512BW__) && !defined(__AVX512VNNI__)) || \
-    (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__))
-using Sums = Wholes;
-HISPARSE_INLINE Sums add_products(Sums sums, Bytes codes, Bytes x) {
-#if defined(__AVX512BW__)
-  return sums + bit_cast<Sums>(
-                    _mm512_maddubs_epi16(bit_cast<__m512i>(codes), bit_cast<__m512i>(x)));
-#else
-  return sums + bit_cast<Sums>(
-                    _mm256_maddubs_epi16(bit_cast<__m256i>(codes), bit_cast<__m256i>(x)));
-#endif
-}
-HISPARSE_INLINE Ints join_pairs(Sums sums) {
-#if defined(__AVX512BW__)
-  return bit_cast<Ints>(_mm512_madd_epi16(bit_cast<__m512i>(sums), _mm512_set1_epi16(1)));
-#else
-  return bit_cast<Ints>(_mm256_madd_epi16(bit_cast<__m256i>(sums), _mm256_set1_epi16(1)));
-#endif
-}
-#else
-using Sums = Ints;
-HISPARSE_INLINE Sums add_products(Sums sums, Bytes codes, Bytes x) {
-  return dot_bytes(sums, codes, x);
-}
-HISPARSE_INLINE Ints join_pairs(Sums sums) { return sums; }
-#endif
-
 // Writes a row in 16 bits, `most` of them for `top`.
 template <typename Place>
 HISPARSE_INLINE void to_whole(const float* row, float top, float most, int32_t width, int16_t* out,

@@ -2,8 +2,9 @@
 // pages from their keys.
 //
 // A token's logit is q.base plus, for each detailed channel, q * scale * (code - 1.5). The latter
-// sum is of integers: queries are rounded to 8 bits, and a page's scales to kTopLevel levels, which
-// changes logits by much less than the two bits of a code do.
+// sum is of integers: queries are rounded to 8 bits, and a page's scales to kTopLevel levels or, without
+// AVX-512, both and their products to 8 bits. This changes logits by much less than the two bits of a
+// code do.
 #include "parallel.h"
 #include "simd.h"
 #include "sketch.h"
@@ -69,26 +70,13 @@ HISPARSE_INLINE Floats power_of_two(Floats x) {
 #endif
 }
 
-// The natural logarithm of positive numbers that are not subnormal, to about 1e-6.
-HISPARSE_INLINE Floats log_of(Floats x) {
-  // x = 2^n * m with m in [2/3, 4/3), and log m by its odd series in (m - 1) / (m + 1).
-  const Ints bits = bit_cast<Ints>(x) - 0x3f2aaaab;
-  const Ints n = bits >> 23;
-  const Floats m = bit_cast<Floats>((bits & 0x007fffff) + 0x3f2aaaab);
-  const Floats z = (m - 1.0f) / (m + 1.0f), square = z * z;
-  Floats poly = splat(2.0f / 9);
-  poly = poly * square + 2.0f / 7;
-  poly = poly * square + 2.0f / 5;
-  poly = poly * square + 2.0f / 3;
-  poly = poly * square + 2.0f;
-  return __builtin_convertvector(n, Floats) * 0.693147181f + poly * z;
-}
-
 // The steps below take G queries, from `done` on, of each head in a tile.
 
 // Sums of products of queries and codes.
 template <int G, typename Layout>
 HISPARSE_NOINLINE void add_codes(Tile<Layout>& tile) {
+  // So many have sums of 16 bits: of each, two channels that are 3 times a byte.
+  constexpr int32_t kMostQuads = 40;
   const SketchLayout l = tile.layout();
   const int32_t row = l.code_bytes(), quads = tile.quads(), count = tile.count;
   const int32_t whole = row == 4 ? l.num_channels / kQuad : 0;  // quads without gaps
@@ -98,29 +86,35 @@ HISPARSE_NOINLINE void add_codes(Tile<Layout>& tile) {
     tile.fetch_next(i, 1);
     const uint8_t* packed = tile.sketches[i] + l.codes();
     for (int32_t t = 0; t < row; t += 4, out += kVectors * kQueries) {
-      Ints sums[kVectors][G] = {};
-      const auto add = [&](const uint8_t* own, int32_t quad) HISPARSE_INLINED {
-        Bytes codes[kVectors];
-        decode_quad(own, levels + quad * 16, codes);
-        unroll<G>([&](auto g) HISPARSE_INLINED {
-          const Bytes some = repeat_four(chosen_by(chosen, tile, g, quad));
-          unroll<kVectors>([&](auto v) HISPARSE_INLINED {
-            sums[v][g] = dot_bytes(sums[v][g], codes[v], some);
+      for (int32_t first = 0; first < quads; first += kMostQuads) {
+        Sums sums[kVectors][G] = {};
+        const auto add = [&](const uint8_t* own, int32_t quad) HISPARSE_INLINED {
+          Bytes codes[kVectors];
+          decode_quad(own, levels + quad * 16, codes);
+          unroll<G>([&](auto g) HISPARSE_INLINED {
+            const Bytes some = repeat_four(chosen_by(chosen, tile, g, quad));
+            unroll<kVectors>([&](auto v) HISPARSE_INLINED {
+              sums[v][g] = add_products(sums[v][g], codes[v], some);
+            });
+          });
+        };
+        const int32_t end = std::min(first + kMostQuads, quads);
+        int32_t quad = first;
+        for (; quad < std::min(end, whole); ++quad) add(packed + quad * 16, quad);
+        for (; quad < end; ++quad) {
+          uint8_t copy[4 * kQuad];
+          const int32_t channel = quad * kQuad;
+          copy_codes(packed + channel * row + t, row, std::min(kQuad, l.num_channels - channel),
+                     row - t, copy);
+          add(copy, quad);
+        }
+        unroll<kVectors>([&](auto v) HISPARSE_INLINED {
+          unroll<G>([&](auto g) HISPARSE_INLINED {
+            Ints& place = out[v * kQueries + g];
+            place = first == 0 ? join_pairs(sums[v][g]) : place + join_pairs(sums[v][g]);
           });
         });
-      };
-      int32_t quad = 0;
-      for (; quad < whole; ++quad) add(packed + quad * 16, quad);
-      for (; quad < quads; ++quad) {
-        uint8_t copy[4 * kQuad];
-        const int32_t first = quad * kQuad;
-        copy_codes(packed + first * row + t, row, std::min(kQuad, l.num_channels - first), row - t,
-                   copy);
-        add(copy, quad);
       }
-      unroll<kVectors>([&](auto v) HISPARSE_INLINED {
-        unroll<G>([&](auto g) HISPARSE_INLINED { out[v * kQueries + g] = sums[v][g]; });
-      });
     }
     levels += 4 * tile.places();
     chosen += tile.chosen_stride();

@@ -126,8 +126,8 @@ HISPARSE_INLINE const uint8_t* chosen_by(const uint8_t* chosen, const Tile<Layou
   return chosen + 16 * quad + 4 * g;
 }
 
-// Values of G queries in the detailed channels, and tops: the scores of the base values, less 1.5
-// times the detailed channels' products, because codes stand for levels around 0.
+// Values of G queries in the detailed channels, times levels; and tops: the scores of the base
+// values, less 1.5 times those values, because codes stand for numbers around 0.
 template <int G, typename Layout>
 HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, int32_t done) {
   const int32_t places = tile.places(), width = tile.width(), count = tile.count;
@@ -159,9 +159,10 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
     Ints middles = {};
     for (int32_t place = 0; place < places; place += kLanes) {
       // Four channels of each query side by side.
-      const Bytes x = transpose_sixteens(load_vector<Bytes>(chosen + kQueries * place));
+      const Bytes own = transpose_sixteens(load_vector<Bytes>(chosen + kQueries * place));
+      const Bytes x = times_levels(load_vector<Bytes>(multiples + 4 * place), own);
       std::memcpy(chosen + kQueries * place, &x, sizeof(x));
-      middles = dot_bytes(middles, levels_of(load_vector<Bytes>(multiples + 4 * place)), x);
+      middles = dot_bytes(middles, Bytes{} + 1, x);
     }
     using Four = Vec<float, kQueries>;
     const Four units = load_vector<Four>(queries.units.data() + block * kQueries) * tile.unit[i];
