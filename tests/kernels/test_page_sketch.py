@@ -174,8 +174,8 @@ def most_by_rounding(
     """What a score may be off by where numbers are rounded, ``[B, Hq, P]``.
 
     C++ rounds a query to 8 bits, and the scales of a page to 42 parts of the power of two above the
-    largest. Without AVX-512 these are 255 parts, and their products with queries have 8 bits: all
-    in all that is less. CUDA rounds products of queries and scales to 11 bits.
+    largest. Without AVX-512 these are 255 parts, but their products with queries have 8 bits, which
+    is about as much. CUDA rounds products of queries and scales to 11 bits.
     """
     if impl == "reference" or layout.num_channels == 0:
         return torch.zeros(())
