@@ -12,9 +12,13 @@ namespace hisparse {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-// After a wait for a thread that another process kept from running, callers work alone until they
-// have worked for this many times as long: such waits take a twentieth of the kernels' time at most.
-constexpr int kAlonePerWait = 20;
+// After a wait for a thread that another process kept from running, callers work alone: as long as
+// they waited, and twice as long after each further wait, up to this many times. So where another
+// process needs a core all the time, waits take a twentieth of the kernels' time at most.
+constexpr int kMostAlonePerWait = 20;
+// Waits follow each other if the time between two is less than this many times the second one. A
+// host that takes a core for a millisecond now and then costs little more than these milliseconds.
+constexpr int kQuietPerWait = 10;
 // A thread that runs has one item left at most. A wait of this much more than twice its time is a
 // stall: the scheduler gives another process some milliseconds.
 #ifndef HISPARSE_STALL_MS
@@ -55,7 +59,9 @@ std::mutex owner_mutex;
 std::atomic<Job*> shared_job;
 int64_t own_items;
 Clock::time_point begin_of_own, end_of_own;
-Clock::duration alone{0};  // how long callers have still to work alone
+Clock::duration alone{0};     // how long callers have still to work alone
+Clock::duration together{0};  // how long teams have worked since the last wait
+int alone_per_wait = 1;
 
 // Serves one caller at a time; a second caller works alone.
 void run(Job& job) {
@@ -85,7 +91,12 @@ void run(Job& job) {
   const auto own = end_of_own - begin_of_own;
   const auto waited = Clock::now() - begin - own;
   const auto per_item = own / std::max<int64_t>(own_items, 1);
-  if (waited > 2 * per_item + kStall) alone = kAlonePerWait * std::min(waited, kLongestStall);
+  together += own;
+  if (waited <= 2 * per_item + kStall) return;
+  const bool follows = together < kQuietPerWait * waited;
+  alone_per_wait = follows ? std::min(2 * alone_per_wait, kMostAlonePerWait) : 1;
+  alone = alone_per_wait * std::min(waited, kLongestStall);
+  together = Clock::duration::zero();
 }
 
 }  // namespace

@@ -104,9 +104,9 @@ class BaseSparseAlgorithm(ABC):
     #: Version of what the options do not say: formulas and constants of the entries of pages and of
     #: :meth:`select_prefill`. A store keeps what depends on them only with one. Not inherited.
     store_version: ClassVar[int | None] = None
-    #: Whether a CPU may record the kernel calls of a layer once and make them again in later steps
-    #: of the same shapes, without this class. So nothing but tensors that kernels read may decide:
-    #: no values in Python, no state, no random numbers. Not inherited.
+    #: Whether a CPU may record the kernel calls of a layer, :meth:`store` too, once and make them
+    #: again in later steps of the same shapes, without this class. So nothing but tensors that
+    #: kernels read may decide: no values in Python, no state, no random numbers. Not inherited.
     recordable: ClassVar[bool] = False
     #: The most kernels that a selecting layer launches in a CUDA graph, attention included, and a
     #: launch that appends: where :meth:`appends` says so, there are less by that one.

@@ -66,7 +66,7 @@ class SparseKVCacheManager:
         pools, layers = (self.host, self.device), range(self.host.kv.num_layers)
         stored = [x for pool in pools for layer in layers for x in pool.stored(layer).tensors]
         tables = [x for x in self.device.states if x is not None]
-        return [*stored, *tables, self.counters.selected]
+        return [*stored, *tables, self.device.tail_pages, self.counters.selected]
 
     def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
         """Apply resets and capacity changes; see :meth:`Residency.start_forward`."""

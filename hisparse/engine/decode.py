@@ -20,10 +20,11 @@ from hisparse.algorithms.step import AttentionMode
 from hisparse.engine.contract import blame, call, require_selection, retrieve
 from hisparse.engine.extensions.base import Components, Extension, overriding
 from hisparse.engine.host_attention import CudaHostAttention, HostAttention
+from hisparse.engine.recorded import RecordedCalls
 from hisparse.engine.representations import ignore
 from hisparse.errors import KernelError
 from hisparse.kernels import DiffTables, serial_operators
-from hisparse.kernels.build.cpu import CallRecorder, call_cpu, cpu_library
+from hisparse.kernels.build.cpu import call_cpu, cpu_library
 from hisparse.kernels.operation import ResultMemory, new_tensors
 from hisparse.memory.costs import away_bytes
 from hisparse.types import IndexerInputs, PagedKV, Selection
@@ -40,7 +41,7 @@ class DecodeLayer:
 
     Attributes:
         observer: called after every selection, or None.
-        recordable: layers whose kernel calls are recorded once, and then made again as one call.
+        recordable: layers whose kernel calls are recorded, and then made again as one call.
     """
 
     def __init__(self, components: Components, extensions: Sequence[Extension]) -> None:
@@ -75,13 +76,12 @@ class DecodeLayer:
         self._serial = serial_operators(self._manager.device.device)
         self._results = ResultMemory()
         self.recordable = self._recordable_layers()
-        #: Of each layer its calls, and how much they select where that varies.
-        self._recorded: dict[int, tuple[Callable[..., bool], Tensor | None]] = {}
-        #: Requests and pages of recorded layers, and the memory of their results.
-        self._last_shapes, self._scratch = (0, 0), ResultMemory(keeps=True)
+        copied = self._manager.host.format.copied_parts(self._manager.device.stored(0))
+        #: Layers whose :meth:`_finish` is recorded too: PyTorch decodes none of their pages.
+        self._finishable = {x for x in self.recordable if copied and not self._storing[x]}
         state = components.representations.tensors.values()
         lasting = (*self._manager.tensors, *state) if self.recordable else ()
-        self._lasting = {x.untyped_storage().data_ptr() for x in lasting}
+        self._recorded = RecordedCalls(lasting)
         self.observer: SelectionObserver | None = None
 
     def _recordable_layers(self) -> set[int]:
@@ -117,6 +117,7 @@ class DecodeLayer:
         memory, out = step.cache.once("results", self._results.begin_step), None
         if layer_id in self.recordable and self.observer is None and sinks is None:
             out = self._run_recorded(step, layer_id, q, k, v)
+        recorded = out is not None and layer_id in self._finishable
         if out is None:
             with memory:
                 out = self._append_and_attend(step, layer_id, q, k, v, sinks)
@@ -124,7 +125,13 @@ class DecodeLayer:
         if last.filled is not None:
             finish = partial(self._finish, layer_id, last, *last.filled)
             with memory:
-                if step.captured and not self._algorithm.indexer:
+                if recorded:
+                    key, rows = ("finish", layer_id), last.rows
+                    inputs = *last.filled, rows.rows, rows.num_pages, rows.capacity
+                    again = self._recorded.again(key, inputs)
+                    if again is None and not self._recorded.record(key, inputs, finish):
+                        self._finishable.clear()
+                elif step.captured and not self._algorithm.indexer:
                     # Beside the model's next kernels; an indexer's inputs would be freed too early.
                     self._manager.aside.start(finish)
                 else:
@@ -187,46 +194,39 @@ class DecodeLayer:
         (out,) = self._results.take(("recorded", shape, q.dtype), lambda: [q.new_empty(shape)])
         inputs = (out, q, k, v, *tensors)
         part = step.by_mode["sparse"]
-        recorded = self._recorded.get(layer_id)
         try:
-            if recorded is not None and recorded[0](*inputs):
-                self._count_capped(layer_id, part, recorded[1])
-                return out
+            calls = self._recorded.again(layer_id, inputs)
         except KernelError as error:
             # If it is the algorithm's, this raises it with its name and the layer's.
             blame(error, layer_id, self._retrieve(layer_id, q, part), part, self._algorithm)
             raise
-        recorder = CallRecorder(inputs, self._lasting, self._scratch.storages)
-        with self._scratch, recorder:
+        if calls is not None:
+            self._count_capped(layer_id, part, calls.kept)
+            return out
+
+        def compute() -> Tensor | None:
             with self._serial:
                 self._append(layer_id, step, k, v)
             (attended,) = self._attended("sparse", layer_id, part, q, True)
             call_cpu("write_output", attended.out.float().contiguous(), out)
-        lengths = self._count_capped(layer_id, part)
-        if recorder.joined is None:
+            return self._lengths(part)
+
+        if not self._recorded.record(layer_id, inputs, compute):
             self.recordable.clear()  # Layers are alike.
-        else:
-            self._recorded[layer_id] = recorder.joined, lengths
+        self._count_capped(layer_id, part, self._lengths(part))
         return out
 
     def _begin_recorded(self, step: DecodeStep) -> tuple[Tensor, ...] | None:
-        """What kernels read of a step whose layers are recorded; None: they are not.
-
-        Those of the first step of some shapes are not, since the next one may have others.
-        """
+        """What kernels read of a step whose layers are recorded; None: they are not."""
         part = step.by_mode.get("sparse")
         if part is None or len(step.by_mode) > 1 or step.last is not None:
             return None
         if part.captured or part.follows or part.dense is not None:
             return None
-        shapes = len(part.slots), part.max_pages
-        if shapes == self._last_shapes:
-            own = (part.slots, part.tail_lens, part.host_slots, part.forced_pages)
-            return step.slots_of_layers, *own, *part.rows[:7]
-        self._last_shapes = shapes
-        self._recorded.clear()
-        self._scratch = ResultMemory(keeps=True)
-        return None
+        if not self._recorded.begin_step((len(part.slots), part.max_pages)):
+            return None
+        own = (part.slots, part.tail_lens, part.host_slots, part.forced_pages)
+        return step.slots_of_layers, *own, *part.rows[:7]
 
     def _attend_in(
         self,
@@ -246,7 +246,7 @@ class DecodeLayer:
         heads = q.shape[0], self._policy.kv.num_q_heads
         parts = self._attended(mode, layer_id, step, q, waits)
         if mode == "sparse" and self._modes.selects(layer_id):
-            self._count_capped(layer_id, step)
+            self._count_capped(layer_id, step, self._lengths(step))
         by_head = (Attended(x.out.reshape(*heads, -1), x.lse.reshape(heads)) for x in parts)
         return merge_attended(*by_head, sinks=sinks, dtype=q.dtype).out
 
@@ -328,14 +328,10 @@ class DecodeLayer:
         # These hooks see what dense requests attend.
         return _all_where(step.dense, selection, step.every_page(self._dense_width))
 
-    def _count_capped(
-        self, layer_id: int, step: DecodeStep, lengths: Tensor | None = None
-    ) -> Tensor | None:
-        """Count selections that ``max_pages`` cut short; return lengths, None if all are alike."""
-        if lengths is None and step.cache.selection and self._policy.variable_lengths:
-            lengths = step.cache.selection.lengths
+    def _count_capped(self, layer_id: int, step: DecodeStep, lengths: Tensor | None) -> None:
+        """Count selections of ``lengths`` that ``max_pages`` cut short."""
         if lengths is None:
-            return None
+            return
 
         def begin() -> tuple[Tensor, Tensor]:
             longer = step.num_pages[:, None] > self._policy.max_pages
@@ -347,7 +343,11 @@ class DecodeLayer:
 
         longer, capped = step.cache.once("capped", begin)
         torch.eq(lengths, self._policy.max_pages, out=capped[layer_id]).logical_and_(longer)
-        return lengths
+
+    def _lengths(self, step: DecodeStep) -> Tensor | None:
+        """``[B, H] int32``, of the last selection; None if all are alike."""
+        selection = step.cache.selection if self._policy.variable_lengths else None
+        return selection and selection.lengths
 
     def _finish(self, layer_id: int, step: DecodeStep, filled: Tensor, host_pages: Tensor) -> None:
         """Move full tail pages into the LRU, and store their representations.

@@ -48,7 +48,7 @@ def host_values(step: DecodeStep) -> torch.Tensor:
         pytest.param(host_values, "host values", id="from-numpy"),
         pytest.param(
             lambda step: torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None],
-            "host values",
+            "(host|Python) values",
             id="constant",
         ),
     ],
