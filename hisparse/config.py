@@ -80,7 +80,8 @@ class HiSparseConfig:
         dense_layers: layers, counted from 0, that are always attended densely. None: no layer.
         reuse_layers: consecutive layers in a group. The first one selects for all of them.
         miss: what happens to selected pages that are not on the device: "transfer" loads them,
-            "host" lets the CPU attend them in host memory meanwhile. No GPU has run "host".
+            "host" lets the CPU attend them in host memory meanwhile, "auto" does that on a GPU for
+            as many requests as make it faster, by what is measured at start. No GPU has run either.
         host_memory: host memory for the KV cache, per node. A fraction is of the free memory.
         device_memory: cap on device pages, representations, tables and staging. A fraction is of
             what the server profiles. None: all of that.
@@ -115,7 +116,7 @@ class HiSparseConfig:
     min_sparse_context: int = 0
     dense_layers: tuple[int, ...] | None = None
     reuse_layers: int = 1
-    miss: Literal["transfer", "host"] = "transfer"
+    miss: Literal["transfer", "host", "auto"] = "transfer"
     host_memory: MemorySize = 0.7
     device_memory: MemorySize | None = None
     host_layout: HostLayout | None = None

@@ -111,18 +111,24 @@ def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
     return spec
 
 
-def check_miss(config: HiSparseConfig, spec: KVSpec, device_type: str) -> None:
-    """Check that the CPU can attend for a device what is stored.
+def settle_miss(config: HiSparseConfig, spec: KVSpec, device_type: str) -> HiSparseConfig:
+    """The settings, with ``miss`` "transfer" for "auto" where the CPU has nothing to gain.
+
+    A CPU's own link is a copy in memory. On a GPU the CPU has to attend what is stored.
 
     Raises:
         ConfigError: ``miss`` is "host", and on a GPU the CPU would have to decode pages first.
     """
     stored = format_of(spec)
-    if config.miss == "host" and device_type != "cpu" and stored.page_decoder() is not None:
+    decodes = stored.page_decoder() is not None
+    if config.miss == "auto" and (device_type == "cpu" or decodes):
+        return replace(config, miss="transfer")
+    if config.miss == "host" and device_type != "cpu" and decodes:
         raise ConfigError(
             f'miss: got "host" with {stored.attention_name} in {spec.kv_cache_dtype} on device '
             f'{device_type}, expected "transfer", or kv_cache_dtype "auto"'
         )
+    return config
 
 
 def row_tokens(config: HiSparseConfig, spec: KVSpec) -> int:

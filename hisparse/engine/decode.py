@@ -19,14 +19,13 @@ from hisparse.algorithms import DecodeStep
 from hisparse.algorithms.step import AttentionMode
 from hisparse.engine.contract import blame, call, require_selection, retrieve
 from hisparse.engine.extensions.base import Components, Extension, overriding
-from hisparse.engine.host_attention import CudaHostAttention, HostAttention
+from hisparse.engine.host_attention import make_host_attention
 from hisparse.engine.recorded import RecordedCalls
 from hisparse.engine.representations import ignore
 from hisparse.errors import KernelError
 from hisparse.kernels import DiffTables, serial_operators
 from hisparse.kernels.build.cpu import call_cpu, cpu_library
 from hisparse.kernels.operation import ResultMemory, new_tensors
-from hisparse.memory.costs import away_bytes
 from hisparse.types import IndexerInputs, PagedKV, Selection
 
 #: ``(layer_id, queries [B, Hq, D], step, selection)``, called after every selection.
@@ -55,14 +54,7 @@ class DecodeLayer:
         self._gather_queries = components.gather_queries
         # A dense context that a captured step serves fits its row.
         self._dense_width = min(self._modes.dense_width, self._manager.device.max_row_pages)
-        self._host: HostAttention | None = None
-        if components.config.miss == "host":
-            if self._manager.device.device.type == "cpu":
-                self._host = HostAttention(self._manager, self._policy)
-            else:
-                most = len(self._manager.residency.capacities.live) - 1
-                sizes = away_bytes(components.config, self._policy, most)
-                self._host = CudaHostAttention(self._manager, self._policy, sizes)
+        self._host = make_host_attention(components.config, self._manager, self._policy)
         self._before_layer = overriding("before_layer", extensions)
         self._refining = overriding("refine_selection", extensions)
         self._after_selection = overriding("after_selection", extensions)
@@ -148,7 +140,7 @@ class DecodeLayer:
         sinks: Tensor | None,
     ) -> Tensor:
         # A token attends on the device what the one before it loads.
-        waits = self._host is None or step.last is not None
+        waits = self._host is None or not self._host.serves(step) or step.last is not None
         with self._serial:
             self._manager.loader.finish_loading(layer_id)
             if self._before_layer and "sparse" in step.by_mode:

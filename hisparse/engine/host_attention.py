@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
@@ -12,13 +16,45 @@ from hisparse.adapters import Attended, TorchAdapter, merge_attended
 from hisparse.algorithms import DecodeStep, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
 from hisparse.cache.allocate import zeros
+from hisparse.cache.kv_io import move_pages
 from hisparse.cache.streams import Pending
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.kernels import DiffTables, HostAttentionCalls, paged_attention
 from hisparse.kernels.build import cuda
 from hisparse.kernels.build.cpu import cpu_library
-from hisparse.memory.costs import AwayBytes
+from hisparse.memory.costs import AwayBytes, away_bytes
 from hisparse.types import AttentionRule, Pages
+
+logger = logging.getLogger(__name__)
+
+#: What "auto" expects: the share of a selection that is missing, and the seconds that CUDA takes to
+#: call the CPU and to bring q there and the result back. Estimates: no GPU has run it.
+_MISSES, _CALL = 0.05, 20e-6
+#: Bytes of pages that "auto" times: more than a CPU's caches keep.
+_TIMED_BYTES = 64 << 20
+
+
+def make_host_attention(
+    config: HiSparseConfig, manager: SparseKVCacheManager, policy: SelectionPolicy
+) -> HostAttention | None:
+    """What attends missing pages on the CPU; None: they are always loaded.
+
+    Raises:
+        ConfigError: there are no native kernels for a GPU.
+    """
+    if config.miss == "transfer":
+        return None
+    if manager.device.device.type == "cpu":
+        host = HostAttention(manager, policy)
+    elif config.miss == "auto" and not _native():
+        return None
+    else:
+        most = len(manager.residency.capacities.live) - 1
+        host = CudaHostAttention(manager, policy, away_bytes(config, policy, most))
+    if config.miss == "auto":
+        host.measure()
+    return host
 
 
 class HostAttention:
@@ -26,15 +62,52 @@ class HostAttention:
 
     Attributes:
         attends_contexts: whether :meth:`attend_contexts` is there.
+        min_requests: the smallest step whose missing pages it attends; infinite: none is.
     """
 
     attends_contexts: ClassVar[bool] = True
+    min_requests: float = 0
 
     def __init__(self, manager: SparseKVCacheManager, policy: SelectionPolicy) -> None:
-        self._manager, self._rule = manager, policy.attention_rule
+        self._manager, self._policy = manager, policy
         attend_with = manager.host.format.attend_with
         self._attend_rows = attend_with(_RowsOfHeads(policy.heads), policy.max_pages)
         self._attend_tokens = attend_with(_RowsOfHeads(1), policy.max_pages)
+
+    def serves(self, step: DecodeStep) -> bool:
+        """Whether it attends the missing pages of a step."""
+        return len(step.slots) >= self.min_requests
+
+    def measure(self) -> None:
+        """Choose ``min_requests``, by the seconds of a page over the link and on the CPU."""
+        stored, pages = self._manager.host.stored(0), self._manager.device.stored(0)
+        policy, heads, device = self._policy, self._policy.heads, self._manager.device.device
+        page_bytes = self._manager.device.page_bytes
+        count = min(_TIMED_BYTES // page_bytes, len(stored.k), len(pages.k))
+        rows = min(8, count // heads) * heads
+        table = torch.arange(count // rows * rows, dtype=torch.int32).view(rows, -1)
+        lens = torch.full((rows,), table.shape[1] * policy.kv.page_size, dtype=torch.int32)
+        shape = rows, policy.kv.num_q_heads // heads, policy.kv.head_dim
+        queries, on_device = torch.ones(shape, dtype=policy.kv.dtype), table.to(device)
+        link = (
+            _seconds(lambda: move_pages(stored, on_device, pages, on_device, heads=heads), device)
+            / table.numel()
+        )
+        cpu = (
+            _seconds(
+                lambda: self._attend_rows(queries, stored, table, lens, policy.attention_rule),
+                device,
+            )
+            / table.numel()
+        )
+        gained = _MISSES * policy.max_pages * heads * (link - cpu)  # of a request
+        self.min_requests = math.ceil(_CALL / gained) if gained > 0 else math.inf
+        logger.info(
+            'miss "auto": the link brings %.1f GB/s of pages, the CPU attends %.1f: %s',
+            page_bytes / link / 1e9,
+            page_bytes / cpu / 1e9,
+            f"it does from {self.min_requests} requests on" if gained > 0 else "pages are loaded",
+        )
 
     def start(
         self, layer_id: int, queries: Tensor, tables: DiffTables, rule: AttentionRule
@@ -78,7 +151,9 @@ class HostAttention:
             num_bytes = count * size * manager.host.format.layer_token_bytes
             manager.counters.add("streamed_decode_bytes", num_bytes)
             table = step.host_page_table[one, :count]
-            part = self._attend_tokens(q[one], stored, table, lens[one], self._rule)
+            part = self._attend_tokens(
+                q[one], stored, table, lens[one], self._policy.attention_rule
+            )
             parts.append(merge_attended(part, sinks=sinks).out)
         return torch.cat(parts)
 
@@ -102,7 +177,7 @@ class CudaHostAttention(HostAttention):
         self, manager: SparseKVCacheManager, policy: SelectionPolicy, sizes: AwayBytes
     ) -> None:
         super().__init__(manager, policy)
-        if cuda.cuda_library() is None or cpu_library() is None:
+        if not _native():
             raise ConfigError(
                 'miss: got "host" without native kernels, expected "transfer": CUDA calls C++'
             )
@@ -131,6 +206,25 @@ class CudaHostAttention(HostAttention):
 
     def raise_error(self) -> None:
         self._calls.raise_error()
+
+
+def _native() -> bool:
+    """Whether CUDA's driver can call C++."""
+    return cuda.cuda_library() is not None and cpu_library() is not None
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The fastest of three runs, after a first one."""
+
+    def timed() -> float:
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    timed()
+    return min(timed() for _ in range(3))
 
 
 def _split(results: Tensor, queries: Tensor) -> Attended:

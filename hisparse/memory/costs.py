@@ -72,7 +72,7 @@ def make_sizing_request(
     beside_kv = host_token_bytes(kept, spec)
     mapped_bytes = spec.page_size * (stored.token_bytes + beside_kv)
     pinned = 0
-    if config.miss == "host" and resources.device_type != "cpu":
+    if config.miss != "transfer" and resources.device_type != "cpu":
         most = resources.max_requests or DEFAULT_MAX_REQUESTS
         pinned = sum(away_bytes(config, policy, most))
     request = SizingRequest(
@@ -133,7 +133,7 @@ def _workspace_bytes(
         tables += EXTENSIONS.get(name).attended_tables(policy, **limits)
     decoded = max_requests * format_of(policy.kv).attend_bytes(policy.max_pages)
     away = 0
-    if resolved.config.miss == "host":
+    if resolved.config.miss != "transfer":
         # What the CPU attended, and both parts merged.
         away = 2 * away_bytes(resolved.config, policy, max_requests).results
     return decoded + away + adapter.workspace_bytes(policy.kv, tables)

@@ -64,7 +64,7 @@ def make_plan(asked: Namespace, model: Any, folder: str) -> tuple[dict[str, Any]
     ]
     assumptions = (
         *_ASSUMPTIONS,
-        *((_MISS,) if any(x.config.miss == "host" for x in capacities) else ()),
+        *((_MISS,) if any(x.config.miss != "transfer" for x in capacities) else ()),
         *((_STATES,) if machine.state_bytes else ()),
     )
     sizes = {

@@ -20,8 +20,8 @@ from hisparse.cache.staging import Staging
 from hisparse.cache.streams import SideStream
 from hisparse.cache.swap_in import SwapIn
 from hisparse.config import HiSparseConfig
-from hisparse.engine import decode, host_attention
-from hisparse.engine.capabilities import check_miss
+from hisparse.engine import host_attention
+from hisparse.engine.capabilities import settle_miss
 from hisparse.engine.host_attention import CudaHostAttention
 from hisparse.errors import ConfigError, HiSparseError, KernelError
 from hisparse.kernels import HostAttentionCalls
@@ -85,7 +85,7 @@ def in_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda, "cuda_library", fiber_library)
     monkeypatch.setattr(host_attention, "zeros", lambda *args, pin: zeros(*args))
-    monkeypatch.setattr(decode, "HostAttention", make)
+    monkeypatch.setattr(host_attention, "HostAttention", make)
 
 
 @pytest.mark.parametrize("settings", [*STORED, *STEPS])
@@ -249,10 +249,62 @@ def test_what_a_gpu_needs_for_it_is_charged() -> None:
 def test_a_gpu_refuses_pages_that_the_cpu_would_have_to_decode() -> None:
     latents = Simulator(kv_heads=1, latent_rank=8, kv_cache_dtype="fp8_e4m3", scope="layer").spec
     config = HiSparseConfig(miss="host", kv_cache_dtype="fp8_e4m3")
-    check_miss(config, latents, "cpu")
-    check_miss(config, Simulator(kv_cache_dtype="fp8_e4m3").spec, "cuda")
+    settle_miss(config, latents, "cpu")
+    settle_miss(config, Simulator(kv_cache_dtype="fp8_e4m3").spec, "cuda")
     with pytest.raises(ConfigError, match=r"on device cuda, expected"):
-        check_miss(config, latents, "cuda")
+        settle_miss(config, latents, "cuda")
+
+
+AUTO: dict[str, Any] = {"miss": "auto"}
+
+
+def test_auto_is_transfer_where_the_cpu_has_nothing_to_gain() -> None:
+    latents = Simulator(kv_heads=1, latent_rank=8, kv_cache_dtype="fp8_e4m3", scope="layer").spec
+    plain, auto = Simulator().spec, HiSparseConfig(miss="auto")
+    settled = [settle_miss(auto, *on).miss for on in ((plain, "cpu"), (latents, "cuda"))]
+    assert settled == ["transfer", "transfer"]
+    assert settle_miss(auto, plain, "cuda").miss == "auto"
+
+
+@pytest.mark.parametrize(
+    ("link", "cpu"), [(9e-6, 2e-6), (3e-6, 2.9e-6), (2e-6, 3e-6), (1e-6, 1e-6)]
+)
+def test_auto_attends_from_as_many_requests_as_make_that_faster(
+    link: float, cpu: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the sum itself: the first number whose pages the CPU attends sooner, call included."""
+    times = []
+
+    def seconds(run: Any, device: torch.device) -> float:
+        run()  # What is timed runs on the pools of an engine.
+        times.append((link, cpu)[len(times)])
+        return times[-1] * 32
+
+    monkeypatch.setattr(host_attention, "_seconds", seconds)
+    monkeypatch.setattr(host_attention, "_TIMED_BYTES", 32 * 8 * (8 + 8) * 4)  # 32 pages
+    sim = Simulator(**AUTO, scope="query_head", q_heads=4, kv_heads=2, head_dim=8)
+    host = sim.coordinator.decode._host
+    assert host is not None
+    missing = 0.05 * sim.policy.max_pages * sim.policy.heads
+    wanted = [n for n in range(1, 2000) if 20e-6 + n * missing * cpu < n * missing * link]
+    assert host.min_requests == (wanted[0] if wanted else float("inf"))
+
+
+def test_a_step_of_too_few_requests_loads_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_attention.HostAttention, "measure", lambda host: None)
+    monkeypatch.setattr(host_attention.HostAttention, "min_requests", 2)
+    sims = [Simulator(**each) for each in ({}, AUTO)]
+    requests = [[sim.request(slot, 190, seed=slot) for slot in (1, 2)] for sim in sims]
+    away, outs = [], [[], []]
+    for sim, (one, two), found in zip(sims, requests, outs, strict=True):
+        found += sim.prefill((one, 150), (two, 150))
+        for batch in ((one,),) * 6 + ((one, two),) * 6:
+            found.append(sim.decode(*batch))
+            away.append(sim.coordinator.stats().away_pages)
+    assert_near(outs[1], outs[0])
+    assert_same(state_of(sims[1]), state_of(sims[0]))
+    assert away[12:18] == [0] * 6
+    assert away[-1] > 0
 
 
 @pytest.mark.usefixtures("in_stream")

@@ -46,7 +46,7 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "min_sparse_context": (0, 1000, 4096),
     "dense_layers": (None, [], [0], [0, 3], [5]),
     "reuse_layers": (1, 2),
-    "miss": ("transfer", "host"),
+    "miss": ("transfer", "host", "auto"),
     "host_memory": (0.5, "64GiB", 1 << 34, "1.5 TB"),
     "device_memory": (None, 0.5, "8GiB"),
     "host_layout": (None, "layer_first", "page_first", "page_head"),
