@@ -6,6 +6,7 @@ Transformers itself is imported by the functions that need it.
 import copy
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 
 from hisparse.errors import ConfigError, one_line
 from hisparse.types import KVSpec
+
+#: Attribute of a configuration: attend as latent attention (``hisparse.transformers.latents``).
+AS_LATENTS = "hisparse_as_latents"
 
 #: Attributes of configurations with attention that hisparse does not support, and its name.
 _UNSUPPORTED = {
@@ -133,6 +137,11 @@ def read_model_shape(
         logit_cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
         windows=_read_windows(config, num_layers, context_length),
     )
+    if getattr(config, AS_LATENTS, False):
+        values, keys = spec.num_kv_heads * spec.v_head_dim, spec.num_kv_heads * spec.head_dim
+        spec = replace(
+            spec, attention="MLA", num_kv_heads=1, head_dim=values + keys, v_head_dim=values
+        )
     return spec, _read_scale(model, name, head_dim)
 
 

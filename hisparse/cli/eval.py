@@ -40,6 +40,7 @@ from hisparse.eval.results import make_ruler_cells
 from hisparse.eval.ruler import TASKS as RULER_TASKS
 from hisparse.eval.ruler import RulerEvaluation, make_prompts
 from hisparse.eval.tables import Table, make_ruler_tables, make_tables
+from hisparse.model_config import AS_LATENTS, text_config
 from hisparse.options import read_text
 
 #: The ceiling, the default and the floor.
@@ -67,6 +68,8 @@ def add_parser(commands: Any) -> None:
     text = "read documents from this file instead of the built-in texts; may be repeated"
     add("--text", file, text, **repeated)
     add("--tasks", names, "only these of the built-in or of RULER's tasks")
+    text = "let its grouped-query attention be latent attention (MLA), which is exact: judges MLA"
+    parser.add_argument("--mla", action="store_true", help=text)
     text = "run RULER's 13 tasks instead of the built-in ones"
     parser.add_argument("--ruler", action="store_true", help=text)
     add("--limit", number, f"documents of each task of RULER ({_RULER_DOCUMENTS})")
@@ -85,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
     _check_different("--text", [file.stem for file in arguments.text])
     given = {file.stem: read_text(file, "--text") for file in arguments.text}
     texts = {"texts": given} if given else {}
-    net, tokenizer, folder = _load(arguments.model, arguments.dtype)
+    net, tokenizer, folder = _load(arguments)
     with _progress() as progress:
         records = Evaluation(
             model=net,
@@ -93,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
             methods=methods,
             contexts=arguments.context,
             seeds=arguments.seeds,
-            folder=arguments.out / Path(folder).name,
+            folder=folder,
             tasks=tasks,
             progress=progress,
             **texts,
@@ -113,7 +116,7 @@ def _run_ruler(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     if arguments.text or arguments.seeds > 1:
         flag = "--text" if arguments.text else "--seeds"
         raise ConfigError(f"{flag}: got it with --ruler, expected one of them: RULER has its own")
-    net, tokenizer, folder = _load(arguments.model, arguments.dtype)
+    net, tokenizer, folder = _load(arguments)
     for length in arguments.context:
         check_context(net, length)
     with _progress() as progress:
@@ -131,7 +134,7 @@ def _run_ruler(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
             tokenizer=tokenizer,
             methods=methods,
             prompts=prompts,
-            folder=arguments.out / Path(folder).name,
+            folder=folder,
             progress=progress,
         ).run()
     result = _origin(arguments) | {
@@ -183,6 +186,7 @@ def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
         **provenance.origin(),
         "model": arguments.model,
         "model_source": MODELS[arguments.model].source if arguments.model in MODELS else None,
+        "mla": arguments.mla,
         "context": arguments.context,
     }
 
@@ -194,17 +198,20 @@ def _check_different(flag: str, names: Sequence[object]) -> None:
             raise ConfigError(f"{flag}: got {name} more than once, expected it once")
 
 
-def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
+def _load(arguments: argparse.Namespace) -> tuple[Any, Any, Path]:
+    """The model, its tokenizer, and where the records of its attention are kept."""
     import torch
 
     require("transformers", "hisparse eval", "'hisparse[eval]'")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = resolve(name)
-    net = load(AutoModelForCausalLM, folder, dtype=dtype).eval()
+    folder = resolve(arguments.model)
+    net = load(AutoModelForCausalLM, folder, dtype=arguments.dtype).eval()
+    setattr(text_config(net), AS_LATENTS, arguments.mla)
     if torch.cuda.is_available():
         net = net.cuda()
-    return net, load(AutoTokenizer, folder), folder
+    records = arguments.out / f"{Path(folder).name}{'-mla' if arguments.mla else ''}"
+    return net, load(AutoTokenizer, folder), records
 
 
 def _print_tables(console: Console, tables: Sequence[Table]) -> None:

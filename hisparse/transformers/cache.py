@@ -16,6 +16,7 @@ from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import CapacityError, HiSparseError
 from hisparse.transformers.build import build_store, read_config
 from hisparse.transformers.forward import Forward, check_layer, read_mask
+from hisparse.transformers.latents import from_latents, to_latents
 from hisparse.types import AttentionRule
 
 #: Attribute of a key tensor that holds its cache and layer.
@@ -135,6 +136,9 @@ class HiSparseCache(Cache):  # type: ignore[misc]
             CapacityError: the rows do not fit into ``max_length`` or ``max_tokens``.
         """
         store, policy = self.row_store, self.coordinator.policy
+        heads, latents = k.shape[1], policy.kv.attention == "MLA"
+        if latents:
+            q, k, v = to_latents(q, k, v)
         check_layer(layer_id, q, k, v, rule, policy, store.device, self._max_length)
         if layer_id == 0:
             store.check_forward()
@@ -147,7 +151,7 @@ class HiSparseCache(Cache):  # type: ignore[misc]
             self._forward.end()
             self._is_token = np.concatenate([self._is_token, self._forward.is_token], axis=1)
             self._forward = None
-        return out
+        return from_latents(out, heads) if latents else out
 
     def _begin(self, batch: int, width: int, mask: Tensor | None) -> None:
         self._recover()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hisparse.model_config import AS_LATENTS
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.sizes import sized
 from tests.transformers.hf_models import (
@@ -167,3 +168,23 @@ def test_more_caches_of_one_model(llama: Any) -> None:
         assert cache.row_lengths == (204,)
     disable(llama)
     assert [continuation(llama, row[None], 5) for row in ids] == dense
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_latents_of_all_heads_attend_as_the_heads_do(kind: str) -> None:
+    """Selections that do not depend on scores, and dense attention: the tokens are the same."""
+    net, answers = model(kind), []
+    ids, mask = left_padded((300, 170), seed=9)
+    for latents in (False, True):
+        setattr(net.config, AS_LATENTS, latents)
+        try:
+            for more in ({"min_sparse_context": 4096}, {"algorithm": "streaming"}):
+                cache = enable(
+                    net, SMALL, **more, selection_scope="layer", max_batch_size=2, max_length=512
+                )
+                answers.append(continuation(net, ids, 40, cache, attention_mask=mask))
+        finally:
+            disable(net)
+            delattr(net.config, AS_LATENTS)
+    assert answers[:2] == answers[2:]
+    assert answers[0] != answers[1]
