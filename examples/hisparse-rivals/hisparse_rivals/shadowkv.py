@@ -1,7 +1,8 @@
-"""ShadowKV: pages by their mean key, odd pages in any case. https://arxiv.org/abs/2410.21465"""
+"""ShadowKV: chunks by their mean key, odd ones in any case. https://arxiv.org/abs/2410.21465"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,35 +25,41 @@ from .entries import read
 @register_algorithm("shadowkv")
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(BaseSparseAlgorithm):
-    """Keeps the pages whose mean key, the landmark, has the largest share of the softmax.
+    """Keeps the pages whose mean keys, landmarks, have the largest share of the softmax.
 
-    Algorithms 1 and 2 of the paper: pages with the least cosine between landmark and a key are
-    outliers, attended in any case, and a page's share is the largest of its query heads'. The
-    paper's pages have 8 tokens. Left out, in its favour: keys are exact, not of low rank. Outliers
-    count in the budget, and are chosen anew in each step, from generated pages too. In bfloat16,
-    2 D + 2 bytes a page and KV head.
+    Algorithms 1 and 2 of the paper. A chunk has a landmark, and a page of several chunks their
+    shares together; the largest of its query heads' counts. Pages with the least cosine between a
+    landmark and a key of its chunk are outliers, attended in any case. Left out, in its favour:
+    keys are exact, not of low rank. Outliers count in the budget, and are chosen anew in each step,
+    from generated pages too. In bfloat16, 2 D bytes a chunk and KV head, and 2 a page.
 
     Attributes:
-        outliers: share of the pages that are outliers; the paper's 48 of 128k tokens.
+        chunk: tokens of a landmark; 8 in the paper. Made a divisor of the page.
+        outliers: share of the pages that are outliers; the paper's 48 chunks of 128k tokens.
     """
 
+    chunk: int = 8
     outliers: float = 0.003
 
     def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk: got {self.chunk}, expected at least 1")
         if not 0 <= self.outliers <= 1:
             raise ValueError(f"outliers: got {self.outliers}, expected 0 to 1")
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
-        heads = policy.kv.num_kv_heads
+        heads, size = policy.kv.num_kv_heads, policy.kv.page_size
+        chunks = size // math.gcd(self.chunk, size)
         return {
-            "landmark": Representation((heads, policy.kv.head_dim), torch.bfloat16),
+            "landmark": Representation((heads, chunks, policy.kv.head_dim), torch.bfloat16),
             "cosine": Representation((heads,), torch.bfloat16),
         }
 
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
-        for name, values in zip(("landmark", "cosine"), make_landmarks(keys), strict=True):
+        chunks = step.representations["landmark"].shape[-2]
+        for name, values in zip(("landmark", "cosine"), make_landmarks(keys, chunks), strict=True):
             step.representations[name][layer_id, host_pages.long()] = values.bfloat16()
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
@@ -70,34 +77,37 @@ class ShadowKV(BaseSparseAlgorithm):
         return select(scores, step.num_pages, rule, forced=forced)
 
 
-def make_landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean keys of pages, and the least cosine between it and a key of the page.
+def make_landmarks(keys: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """Mean keys of chunks, and the least cosine between one and a key of its chunk.
 
     Args:
         keys: ``[P, S, Hkv, D]`` of any float dtype.
+        chunks: C, of a page.
 
     Returns:
-        ``[P, Hkv, D] float32`` and ``[P, Hkv] float32``.
+        ``[P, Hkv, C, D] float32`` and ``[P, Hkv] float32``.
     """
-    keys = keys.float()
-    mean = keys.mean(1)
-    return mean, torch.cosine_similarity(keys, mean[:, None], dim=-1).amin(1)
+    keys = keys.float().transpose(1, 2).unflatten(2, (chunks, -1))
+    mean = keys.mean(3)
+    return mean, torch.cosine_similarity(keys, mean[:, :, :, None], dim=-1).amin((2, 3))
 
 
 def shares(query: Tensor, landmarks: Tensor, absent: Tensor) -> Tensor:
-    """The softmax over landmarks.
+    """The softmax over landmarks, added for each page.
 
     Args:
         query: ``[B, Hq, D] float32``, times the softmax scale.
-        landmarks: ``[B, P, Hkv, D]`` of any float dtype.
+        landmarks: ``[B, P, Hkv, C, D]`` of any float dtype.
         absent: ``[B, P] bool``, entries without a page.
 
     Returns:
         ``[B, Hq, P] float32``; higher is kept.
     """
-    keys = landmarks.float().permute(0, 2, 3, 1)
-    logits = (query.unflatten(1, (keys.shape[1], -1)) @ keys).flatten(1, 2)
-    return logits.masked_fill(absent[:, None], -torch.inf).softmax(-1).nan_to_num(0)
+    logits = torch.einsum(
+        "bhgd,bphcd->bhgpc", query.unflatten(1, (landmarks.shape[2], -1)), landmarks.float()
+    ).flatten(1, 2)
+    logits = logits.masked_fill(absent[:, None, :, None], -torch.inf)
+    return logits.flatten(2).softmax(-1).nan_to_num(0).view_as(logits).sum(-1)
 
 
 def oddest(cosines: Tensor, num_pages: Tensor, share: float) -> Tensor:
