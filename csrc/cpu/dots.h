@@ -1,4 +1,5 @@
-// Inner products of the queries of a group with vectors: keys, or the summaries of pages.
+// Inner products of the queries of a group with vectors: keys, or the summaries of pages. And sums of
+// vectors, values, by weights of a group.
 #pragma once
 
 #include "simd.h"
@@ -12,16 +13,25 @@ namespace hisparse {
 // half of the registers.
 constexpr int kVectors = kRegisters / 8;
 
-// Elements in parts: of kCount * kLanes elements, part<V> holds first(V), first(V) + kCount, and so
+// Elements in parts: of kCount * kLanes elements, part<V> holds first(V), first(V) + kStep, and so
 // on. Elements that are narrower than a float are unpacked with fewer instructions in parts than in
 // order. Here they are in order: one part.
 template <typename T>
 struct InOrder {
-  static constexpr int kCount = 1;
+  static constexpr int kCount = 1, kStep = 1;
   static constexpr int first(int) { return 0; }
   template <int V>
   static HISPARSE_INLINE Floats part(const typename T::Raw* p) {
     return T::load(p);
+  }
+};
+
+// Parts of which the first half has the even elements, and the others the odd ones.
+template <int Count>
+struct EvenAndOdd {
+  static constexpr int kCount = Count, kStep = 2;
+  static constexpr int first(int v) {
+    return v % (Count / 2) * 2 * kLanes + v / (Count / 2);
   }
 };
 
@@ -30,9 +40,7 @@ template <typename T>
 struct Parts : InOrder<T> {};
 
 template <>
-struct Parts<BFloat16> {
-  static constexpr int kCount = 2;
-  static constexpr int first(int v) { return v; }
+struct Parts<BFloat16> : EvenAndOdd<2> {
   template <int V>
   static HISPARSE_INLINE Floats part(const BFloat16::Raw* p) {
     const Words pairs = load_vector<Words>(p);
@@ -40,48 +48,98 @@ struct Parts<BFloat16> {
   }
 };
 
-// Calls body(place, element) for the elements of a row: `place` counts them part by part.
-template <typename P, typename Body>
-HISPARSE_INLINE void for_parts(int32_t dim, Body&& body) {
-  int32_t d = 0;
-  for (; d + P::kCount * kLanes <= dim; d += P::kCount * kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      for (int v = 0; v < P::kCount; ++v) {
-        body(d + v * kLanes + lane, d + lane * P::kCount + P::first(v));
-      }
-    }
+#ifdef __AVX2__
+// Float8 as float16 has it: times 1 / kFactor, which queries and sums take in.
+struct Float8AsHalf : Float8 {
+  static constexpr float kFactor = 256;
+  static HISPARSE_INLINE float one(Raw x) { return Float8::one(x) / kFactor; }
+  static HISPARSE_INLINE Floats load(const Raw* p) { return Float8::load(p) / kFactor; }
+};
+
+template <>
+struct Parts<Float8AsHalf> : EvenAndOdd<kLanes / 4> {
+  template <int V>
+  static HISPARSE_INLINE Floats part(const uint8_t* p) {
+    using Shorts = Vec<int16_t, kCount * kLanes / 2>;
+    Shorts bytes = load_vector<Shorts>(p);
+    if constexpr (V < kCount / 2) bytes <<= 8;
+    struct Each { Halves halves[kCount / 2]; };
+    // The shift to the right repeats the sign, which the mask drops.
+    const Shorts kept = Shorts{} + static_cast<int16_t>(0xbf80);
+    return widen_float16(bit_cast<Each>(bytes >> 1 & kept).halves[V % (kCount / 2)]);
   }
-  for (; d < dim; ++d) body(d, d);
+};
+#endif
+
+// Calls body(pairs, evens, odds) for every 2 * kLanes elements of EvenAndOdd parts: where they begin in
+// order, and where the even and the odd ones begin part by part. Returns where the rest begins.
+template <typename P, typename Body>
+HISPARSE_INLINE int32_t for_pairs(int32_t dim, Body&& body) {
+  constexpr int kHalf = P::kCount / 2 * kLanes;
+  int32_t d = 0;
+  for (; P::kStep == 2 && d + 2 * kHalf <= dim; d += 2 * kHalf) {
+    for (int32_t at = 0; at < kHalf; at += kLanes) body(d + 2 * at, d + at, d + at + kHalf);
+  }
+  return d;
 }
 
 // Copies rows [count, dim], times `factor`, with their elements part by part.
 template <typename P>
 void split_in_parts(const float* rows, int64_t count, int32_t dim, float factor, float* out) {
+  Ints even;
+  for (int lane = 0; lane < kLanes; ++lane) even[lane] = 2 * lane;
   for (; count > 0; --count, rows += dim, out += dim) {
-    for_parts<P>(dim, [&](int32_t place, int32_t element) HISPARSE_INLINED {
-      out[place] = rows[element] * factor;
+    int32_t d = for_pairs<P>(dim, [&](int32_t pairs, int32_t evens, int32_t odds) {
+      const Floats x = Float32::load(rows + pairs), y = Float32::load(rows + pairs + kLanes);
+      store(out + evens, __builtin_shuffle(x, y, even) * factor);
+      store(out + odds, __builtin_shuffle(x, y, even + 1) * factor);
     });
+    for (; P::kStep > 2 && d + P::kCount * kLanes <= dim; d += P::kCount * kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        for (int v = 0; v < P::kCount; ++v) {
+          out[d + v * kLanes + lane] = rows[d + lane * P::kStep + P::first(v)] * factor;
+        }
+      }
+    }
+    for (; d < dim; ++d) out[d] = rows[d] * factor;
   }
+}
+
+// Copies a row that lies part by part, times `factor`, in order.
+template <typename P>
+HISPARSE_INLINE void join_parts(const float* row, int32_t dim, float factor, float* out) {
+  static_assert(P::kStep <= 2);
+  Ints low;
+  for (int lane = 0; lane < kLanes; ++lane) low[lane] = lane / 2 + lane % 2 * kLanes;
+  int32_t d = for_pairs<P>(dim, [&](int32_t pairs, int32_t evens, int32_t odds) {
+    const Floats x = Float32::load(row + evens), y = Float32::load(row + odds);
+    store(out + pairs, __builtin_shuffle(x, y, low) * factor);
+    store(out + pairs + kLanes, __builtin_shuffle(x, y, low + kLanes / 2) * factor);
+  });
+  for (; d < dim; ++d) out[d] = row[d] * factor;
 }
 
 // q [G, dim], part by part, times vectors x [R], each [dim] from `offset` on -> out [R, G]. Vectors
 // `ahead` [R], to be read later, are brought into the second cache meanwhile: a few lines at a
-// time, as more would wait for each other. Never inlined: loops around it would take its registers.
+// time, as more would wait for each other, and one vector after the other, which the processor's own
+// prefetcher sees. Never inlined: loops around it would take its registers.
 template <typename T, int G, int R, typename P = Parts<T>>
 HISPARSE_NOINLINE void dots_of(const float* q, const typename T::Raw* const* vectors,
                                const typename T::Raw* const* ahead, int64_t offset, int32_t dim,
                                float* out) {
-  const typename T::Raw *x[R], *later[R];
-  unroll<R>([&](auto r) HISPARSE_INLINED {
-    x[r] = vectors[r] + offset;
-    later[r] = ahead[r] + offset;
-  });
+  const typename T::Raw* x[R];
+  unroll<R>([&](auto r) HISPARSE_INLINED { x[r] = vectors[r] + offset; });
+  int32_t line = 0;
   Floats sums[R][G] = {};
   int32_t d = 0;
   for (; d + P::kCount * kLanes <= dim; d += P::kCount * kLanes) {
     constexpr int32_t kLine = 64 / sizeof(typename T::Raw);
     if (P::kCount * kLanes >= kLine || d % kLine == 0) {
-      unroll<R>([&](auto r) HISPARSE_INLINED { prefetch(later[r] + d); });
+      unroll<R>([&](auto) HISPARSE_INLINED {
+        prefetch(*ahead + offset + line);
+        line += kLine;
+        if (line >= dim) ++ahead, line = 0;
+      });
     }
     unroll<P::kCount>([&](auto v) HISPARSE_INLINED {
       Floats part[R];
@@ -179,6 +237,65 @@ HISPARSE_INLINE void page_dots(const float* q, int32_t group, const typename T::
         }
       }
     });
+  }
+}
+
+// out [G, width] += weights [tokens, G] times C vectors of columns of `values`, from `offset` on.
+// The columns of tokens that come `distance` later are brought into the cache meanwhile.
+template <typename T, int G, int C, typename P>
+HISPARSE_NOINLINE void add_columns(const float* weights, const typename T::Raw* const* values,
+                                   int64_t distance, int32_t tokens, int32_t offset, int32_t width,
+                                   float* out) {
+  static_assert(C % P::kCount == 0);
+  Floats sums[G][C];
+  unroll<G>([&](auto g) HISPARSE_INLINED {
+    unroll<C>([&](auto c) HISPARSE_INLINED {
+      sums[g][c] = Float32::load(out + g * width + c * kLanes);
+    });
+  });
+  for (int32_t t = 0; t < tokens; ++t, weights += G) {
+    constexpr int32_t kLine = 64 / sizeof(typename T::Raw);
+    const typename T::Raw *value = values[t] + offset, *later = values[t + distance] + offset;
+    for (int32_t at = 0; at < C * kLanes; at += kLine) prefetch(later + at);
+    Floats x[C];
+    unroll<C / P::kCount>([&](auto c) HISPARSE_INLINED {
+      unroll<P::kCount>([&](auto v) HISPARSE_INLINED {
+        x[c * P::kCount + v] = P::template part<v.value>(value + c * P::kCount * kLanes);
+      });
+    });
+    unroll<G>([&](auto g) HISPARSE_INLINED {
+      const Floats weight = splat(weights[g]);
+      unroll<C>([&](auto c) HISPARSE_INLINED { sums[g][c] += weight * x[c]; });
+    });
+  }
+  unroll<G>([&](auto g) HISPARSE_INLINED {
+    unroll<C>([&](auto c) HISPARSE_INLINED {
+      store(out + g * width + c * kLanes, sums[g][c]);
+    });
+  });
+}
+
+// The same for all columns.
+template <typename T, int G>
+void add_tokens(const float* weights, const typename T::Raw* const* values, int64_t distance,
+                int32_t tokens, int32_t width, float* out) {
+  using P = Parts<T>;
+  constexpr int C = std::max(kRegisters / 2 / G, P::kCount);
+  int32_t d = 0;
+  for (; d + C * kLanes <= width; d += C * kLanes) {
+    add_columns<T, G, C, P>(weights, values, distance, tokens, d, width, out + d);
+  }
+  for (; d + P::kCount * kLanes <= width; d += P::kCount * kLanes) {
+    add_columns<T, G, P::kCount, P>(weights, values, distance, tokens, d, width, out + d);
+  }
+  for (; d + kLanes <= width; d += kLanes) {
+    add_columns<T, G, 1, InOrder<T>>(weights, values, distance, tokens, d, width, out + d);
+  }
+  for (; d < width; ++d) {
+    for (int32_t t = 0; t < tokens; ++t) {
+      const float x = T::one(values[t][d]);
+      for (int j = 0; j < G; ++j) out[j * width + d] += weights[t * G + j] * x;
+    }
   }
 }
 

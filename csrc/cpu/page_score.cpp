@@ -19,7 +19,7 @@ struct UnscaledFloat8 : Float8 {
 
 template <>
 struct Parts<UnscaledFloat8> {
-  static constexpr int kCount = 4;
+  static constexpr int kCount = 4, kStep = 4;
   static constexpr int first(int v) { return v / 2 + v % 2 * 2; }
   template <int V>
   static HISPARSE_INLINE Floats part(const uint8_t* p) {

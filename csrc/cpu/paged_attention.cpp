@@ -79,12 +79,18 @@ struct Span {
   }
 };
 
-// The power of two that scales a vector: E8M0, the exponent of a float.
-HISPARSE_INLINE float scale_of(const AttentionParams& p, int32_t page, int64_t head, int32_t t,
-                               int value) {
-  struct Byte { using Raw = uint8_t; };
-  return bit_cast<float>(static_cast<uint32_t>(p.scales.at<Byte>(page, head, t)[value]) << 23);
-}
+// How elements of type T are read, and what the numbers read are to be multiplied by.
+#ifdef __AVX2__
+template <typename T>
+using Read = std::conditional_t<std::is_same_v<T, Float8>, Float8AsHalf, T>;
+template <typename T>
+constexpr float kFactor = std::is_same_v<T, Float8AsHalf> ? Float8AsHalf::kFactor : 1;
+#else
+template <typename T>
+using Read = T;
+template <typename T>
+constexpr float kFactor = 1;
+#endif
 
 // Logits, then weights, of a span: those of a block of G queries, g to g + G - 1, are [tokens, G] at
 // numbers + g * stride.
@@ -93,94 +99,44 @@ struct Weights {
   int64_t stride;
 };
 
-// Multiplies the numbers of every token by the scale of its key (0) or value (1).
+// Multiplies the numbers of every token by the scale of its key (0) or value (1): a power of two as
+// E8M0, the exponent of a float.
 void apply_scales(const AttentionParams& p, const Span& span, int64_t head, int value,
                   const Weights& w) {
+  struct Byte { using Raw = uint8_t; };
   if (p.scales.data == nullptr) return;
-  int64_t token = 0;
-  for (int64_t i = span.first; i < span.last; ++i) {
-    for (int32_t t = span.begin(p, i), end = span.end(p, i); t < end; ++t, ++token) {
-      const float scale = scale_of(p, span.pages[i], head, t, value);
-      for_blocks(p.group(), [&](auto queries, int32_t g) {
-        constexpr int G = decltype(queries)::value;
-        for (int j = 0; j < G; ++j) w.numbers[g * w.stride + token * G + j] *= scale;
-      });
+  for_blocks(p.group(), [&](auto queries, int32_t g) {
+    constexpr int G = decltype(queries)::value;
+    float* numbers = w.numbers + g * w.stride;
+    for (int64_t i = span.first; i < span.last; ++i) {
+      const int32_t begin = span.begin(p, i), end = span.end(p, i);
+      const uint8_t* exponent = p.scales.at<Byte>(span.pages[i], head, begin) + value;
+      for (int32_t t = begin; t < end; ++t, numbers += G, exponent += p.scales.token) {
+        const float scale = bit_cast<float>(static_cast<uint32_t>(*exponent) << 23);
+        const auto scaled = load_vector<Vec<float, G>>(numbers) * scale;
+        std::memcpy(numbers, &scaled, sizeof(scaled));
+      }
     }
-  }
+  });
 }
 
-// Pointers to the keys or the values of a span's tokens.
+// Appends pointers to the keys or the values of a span's tokens, at most the first `most`, up to a
+// page that does not exist.
 template <typename T>
 void find_tokens(const AttentionParams& p, const Pages& pages, const Span& span, int64_t head,
-                 std::vector<const typename T::Raw*>& tokens) {
+                 int64_t most, std::vector<const typename T::Raw*>& tokens) {
   const int64_t stride = pages.token / static_cast<int64_t>(sizeof(typename T::Raw));
-  tokens.resize((span.last - span.first) * p.page_size);
-  auto next = tokens.begin();
+  const size_t found = tokens.size();
+  tokens.resize(found + most);
+  auto next = tokens.begin() + found;
   for (int64_t i = span.first; i < span.last; ++i) {
-    const int32_t begin = span.begin(p, i), end = span.end(p, i);
+    if (span.pages[i] < 0 || span.pages[i] >= p.num_pages) break;
+    const int32_t begin = span.begin(p, i);
+    const int64_t count = std::min<int64_t>(span.end(p, i) - begin, tokens.end() - next);
     const typename T::Raw* token = pages.at<T>(span.pages[i], head, begin);
-    for (int32_t t = begin; t < end; ++t, token += stride) *next++ = token;
+    for (int64_t t = 0; t < count; ++t, token += stride) *next++ = token;
   }
   tokens.erase(next, tokens.end());
-}
-
-// out [G, width] += weights [tokens, G] times C vectors of columns of `values`, from `offset` on.
-// The columns of tokens that come `distance` later are brought into the cache meanwhile.
-template <typename T, int G, int C, typename P>
-HISPARSE_NOINLINE void add_columns(const float* weights, const typename T::Raw* const* values,
-                                   int64_t distance, int32_t tokens, int32_t offset, int32_t width,
-                                   float* out) {
-  static_assert(C % P::kCount == 0);
-  Floats sums[G][C];
-  unroll<G>([&](auto g) HISPARSE_INLINED {
-    unroll<C>([&](auto c) HISPARSE_INLINED {
-      sums[g][c] = Float32::load(out + g * width + c * kLanes);
-    });
-  });
-  for (int32_t t = 0; t < tokens; ++t, weights += G) {
-    constexpr int32_t kLine = 64 / sizeof(typename T::Raw);
-    const typename T::Raw *value = values[t] + offset, *later = values[t + distance] + offset;
-    for (int32_t at = 0; at < C * kLanes; at += kLine) prefetch(later + at);
-    Floats x[C];
-    unroll<C / P::kCount>([&](auto c) HISPARSE_INLINED {
-      unroll<P::kCount>([&](auto v) HISPARSE_INLINED {
-        x[c * P::kCount + v] = P::template part<v.value>(value + c * P::kCount * kLanes);
-      });
-    });
-    unroll<G>([&](auto g) HISPARSE_INLINED {
-      const Floats weight = splat(weights[g]);
-      unroll<C>([&](auto c) HISPARSE_INLINED { sums[g][c] += weight * x[c]; });
-    });
-  }
-  unroll<G>([&](auto g) HISPARSE_INLINED {
-    unroll<C>([&](auto c) HISPARSE_INLINED {
-      store(out + g * width + c * kLanes, sums[g][c]);
-    });
-  });
-}
-
-// The same for all columns.
-template <typename T, int G>
-void add_tokens(const float* weights, const typename T::Raw* const* values, int64_t distance,
-                int32_t tokens, int32_t width, float* out) {
-  using P = Parts<T>;
-  constexpr int C = std::max(kRegisters / 2 / G, P::kCount);
-  int32_t d = 0;
-  for (; d + C * kLanes <= width; d += C * kLanes) {
-    add_columns<T, G, C, P>(weights, values, distance, tokens, d, width, out + d);
-  }
-  for (; d + P::kCount * kLanes <= width; d += P::kCount * kLanes) {
-    add_columns<T, G, P::kCount, P>(weights, values, distance, tokens, d, width, out + d);
-  }
-  for (; d + kLanes <= width; d += kLanes) {
-    add_columns<T, G, 1, InOrder<T>>(weights, values, distance, tokens, d, width, out + d);
-  }
-  for (; d < width; ++d) {
-    for (int32_t t = 0; t < tokens; ++t) {
-      const float x = T::one(values[t][d]);
-      for (int j = 0; j < G; ++j) out[j * width + d] += weights[t * G + j] * x;
-    }
-  }
 }
 
 // out [group, Dv], part by part, = weights . values
@@ -202,21 +158,36 @@ void add_values(const AttentionParams& p, const typename T::Raw* const* values, 
 // Memory that a thread keeps from task to task.
 template <typename T>
 struct Room {
-  std::vector<float> weights, query, sums, totals;
+  Buffer<float> weights, query, sums;
+  std::vector<float> totals;
   std::vector<const typename T::Raw*> keys, values;
+  int64_t task = 0;  // the last one
 };
 
-// One split of one head of a row: out [group, Dv], lse [group]. False if a page id is not a page.
+// A task: a split of a head of a row. Items are [row, split, head].
+struct Task {
+  int64_t row, split, head, stored_head;
+  Span span;
+
+  Task(const AttentionParams& p, int64_t item)
+      : row(item / p.heads / p.splits), split(item / p.heads % p.splits), head(item % p.heads),
+        stored_head(p.stored_head(row, head)),
+        span{p.page_table[row], split * p.pages_per_split, 0, 0, p.seq_lens[row]} {
+    if (p.window > 0) span.oldest = std::max<int64_t>(0, span.tokens - p.window);
+    const int64_t pages = (span.tokens + p.page_size - 1) / p.page_size;
+    const int64_t last_split = num_splits(p, pages) - 1;
+    span.last = split < last_split ? span.first + p.pages_per_split
+                : split > last_split ? 0 : pages;
+    span.first = std::max(span.first, span.oldest / p.page_size);
+  }
+};
+
+// One task: out [group, Dv], lse [group]. False if a page id is not a page. The first keys of the
+// next task are brought into the cache.
 template <typename T>
-bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t split, float* out,
-                  float* lse, Room<T>& room) {
-  const int64_t tokens = p.seq_lens[row];
-  const int64_t oldest = p.window > 0 ? std::max<int64_t>(0, tokens - p.window) : 0;
-  const int64_t pages = (tokens + p.page_size - 1) / p.page_size;
-  const int64_t last_split = num_splits(p, pages) - 1;
-  Span span{p.page_table[row], split * p.pages_per_split, 0, oldest, tokens};
-  span.last = split < last_split ? span.first + p.pages_per_split : split > last_split ? 0 : pages;
-  span.first = std::max(span.first, oldest / p.page_size);
+HISPARSE_NOINLINE bool attend(const AttentionParams& p, const Task& task, const Task& next,
+                              float* out, float* lse, Room<T>& room) {
+  const Span& span = task.span;
   for (int64_t i = span.first; i < span.last; ++i) {
     if (span.pages[i] < 0 || span.pages[i] >= p.num_pages) return false;
   }
@@ -226,14 +197,16 @@ bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t s
     std::fill_n(lse, group, -INFINITY);
     return true;
   }
-  const int64_t stored = p.stored_head(row, head);
-  find_tokens<T>(p, p.keys, span, stored, room.keys);
-  find_tokens<T>(p, p.values, span, stored, room.values);
+  const int64_t head = task.stored_head, all = (span.last - span.first) * p.page_size;
+  room.keys.clear();
+  room.values.clear();
+  find_tokens<T>(p, p.keys, span, head, all, room.keys);
+  find_tokens<T>(p, p.values, span, head, all, room.values);
   const auto count = static_cast<int64_t>(room.keys.size());
-  // The first values come after the last keys.
-  for (int64_t t = 0; t < kTokensAhead; ++t) {
-    room.keys.push_back(room.values[std::min(t, count - 1)]);
-  }
+  // The first values come after the last keys, and then the first keys of the next task.
+  room.keys.resize(count + kTokensAhead, room.values.back());
+  std::copy_n(room.values.begin(), std::min(count, kTokensAhead), room.keys.begin() + count);
+  find_tokens<T>(p, p.keys, next.span, next.stored_head, kTokensAhead, room.values);
   room.values.resize(count + kTokensAhead, room.values.back());
   const int64_t stride = (count + kLanes - 1) / kLanes * kLanes;
   room.weights.resize(group * stride);
@@ -241,11 +214,11 @@ bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t s
   room.sums.resize(group * width);
   room.totals.resize(group);
   const Weights w{room.weights.data(), stride};
-  const float* q = p.query + (row * p.queries + head * group) * dim;
-  split_in_parts<Parts<T>>(q, group, dim, p.scale, room.query.data());
+  const float* q = p.query + (task.row * p.queries + task.head * group) * dim;
+  split_in_parts<Parts<T>>(q, group, dim, p.scale * kFactor<T>, room.query.data());
   group_dots<T>(room.query.data(), group, room.keys.data(), kTokensAhead, count, dim, w.numbers,
                 stride);
-  apply_scales(p, span, stored, 0, w);
+  apply_scales(p, span, head, 0, w);
   if (p.logit_cap > 0) {
     for_blocks(group, [&](auto queries, int32_t g) {
       cap_logits(w.numbers + g * stride, count * decltype(queries)::value, p.logit_cap);
@@ -255,13 +228,11 @@ bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t s
     constexpr int G = decltype(queries)::value;
     exponentiate<G>(w.numbers + g * stride, count, lse + g, &room.totals[g]);
   });
-  apply_scales(p, span, stored, 1, w);
+  apply_scales(p, span, head, 1, w);
   add_values<T>(p, room.values.data(), count, w, room.sums.data());
   for (int32_t g = 0; g < group; ++g) {
-    const float scale = 1.0f / room.totals[g];
-    for_parts<Parts<T>>(width, [&](int32_t place, int32_t element) HISPARSE_INLINED {
-      out[g * width + element] = room.sums[g * width + place] * scale;
-    });
+    const float* sums = room.sums.data() + g * width;
+    join_parts<Parts<T>>(sums, width, kFactor<T> / room.totals[g], out + g * width);
     lse[g] += std::log(room.totals[g]);
   }
   return true;
@@ -299,12 +270,14 @@ bool run(const AttentionParams& p) {
   // Pages come from memory, at about 16 bytes a nanosecond, or products take longer.
   const double numbers = tokens * p.heads * (p.keys.width + p.values.width);
   const double work = numbers * std::max<double>(sizeof(typename T::Raw) / 16.0, group / 40.0);
-  parallel_for(tasks, num_threads(tasks, work), [&](int64_t task) {
-    // Items are [row, split, head]; the output is [R, splits, Q, Dv].
-    const int64_t row = task / p.heads / p.splits, split = task / p.heads % p.splits;
-    float* to = out + task * group * p.values.width;
+  parallel_for(tasks, num_threads(tasks, work), [&](int64_t item) {
+    // The output is [R, splits, Q, Dv].
     thread_local Room<T> room;
-    if (!attend_split<T>(p, row, task % p.heads, split, to, lse + task * group, room)) {
+    // Threads take tasks in order, or in the opposite order (parallel.h).
+    const int64_t after = item < room.task ? item - 1 : item + 1;
+    room.task = item;
+    const Task task(p, item), next(p, std::clamp<int64_t>(after, 0, tasks - 1));
+    if (!attend<T>(p, task, next, out + item * group * p.values.width, lse + item * group, room)) {
       in_range = false;
     }
   });
@@ -379,7 +352,7 @@ void paged_attention(Arguments& in) {
   p.splits = num_splits(p, p.table_width);
   require_lengths(p);
   const bool in_range =
-      with_page_type(k, "kv.k", [&](auto type) { return run<decltype(type)>(p); });
+      with_page_type(k, "kv.k", [&](auto type) { return run<Read<decltype(type)>>(p); });
   if (!in_range) require_attended(p);
 }
 

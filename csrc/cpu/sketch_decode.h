@@ -26,18 +26,6 @@ constexpr int32_t kChannels = 32, kPlaces = kLanes;
 
 constexpr int32_t round_up(int32_t count, int32_t unit) { return (count + unit - 1) / unit * unit; }
 
-// Zeros that begin at a whole register, which makes access twice as fast.
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(size_t count) : registers_(count * sizeof(T) / sizeof(Bytes) + 1) {}
-  T* data() { return reinterpret_cast<T*>(registers_.data()); }
-  const T* data() const { return reinterpret_cast<const T*>(registers_.data()); }
-
- private:
-  std::vector<Bytes> registers_;
-};
-
 // What is decoded of each sketch, and scratch for kQueries queries. Rows end in zeros.
 template <typename Layout>
 struct Tile {
