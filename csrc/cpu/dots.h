@@ -120,26 +120,33 @@ HISPARSE_INLINE void join_parts(const float* row, int32_t dim, float factor, flo
 }
 
 // q [G, dim], part by part, times vectors x [R], each [dim] from `offset` on -> out [R, G]. Vectors
-// `ahead` [R], to be read later, are brought into the second cache meanwhile: a few lines at a
-// time, as more would wait for each other, and one vector after the other, which the processor's own
-// prefetcher sees. Never inlined: loops around it would take its registers.
+// `ahead` [R], to be read later, or none, are brought into the second cache meanwhile: a few lines at
+// a time, as more would wait for each other, one vector after the other. Never inlined: loops around
+// it would take its registers, and with more than one query a pointer for each of `ahead` too many.
 template <typename T, int G, int R, typename P = Parts<T>>
 HISPARSE_NOINLINE void dots_of(const float* q, const typename T::Raw* const* vectors,
                                const typename T::Raw* const* ahead, int64_t offset, int32_t dim,
                                float* out) {
-  const typename T::Raw* x[R];
-  unroll<R>([&](auto r) HISPARSE_INLINED { x[r] = vectors[r] + offset; });
+  const typename T::Raw *x[R], *later[R];
+  unroll<R>([&](auto r) HISPARSE_INLINED {
+    x[r] = vectors[r] + offset;
+    if (G == 1 && ahead != nullptr) later[r] = ahead[r] + offset;
+  });
   int32_t line = 0;
   Floats sums[R][G] = {};
   int32_t d = 0;
   for (; d + P::kCount * kLanes <= dim; d += P::kCount * kLanes) {
     constexpr int32_t kLine = 64 / sizeof(typename T::Raw);
-    if (P::kCount * kLanes >= kLine || d % kLine == 0) {
-      unroll<R>([&](auto) HISPARSE_INLINED {
-        prefetch(*ahead + offset + line);
-        line += kLine;
-        if (line >= dim) ++ahead, line = 0;
-      });
+    if (ahead != nullptr && (P::kCount * kLanes >= kLine || d % kLine == 0)) {
+      if constexpr (G == 1) {
+        unroll<R>([&](auto r) HISPARSE_INLINED { prefetch(later[r] + d); });
+      } else {
+        unroll<R>([&](auto) HISPARSE_INLINED {
+          prefetch(*ahead + offset + line);
+          line += kLine;
+          if (line >= dim) ++ahead, line = 0;
+        });
+      }
     }
     unroll<P::kCount>([&](auto v) HISPARSE_INLINED {
       Floats part[R];
@@ -178,7 +185,7 @@ HISPARSE_NOINLINE void dots_of(const float* q, const typename T::Raw* const* vec
 template <typename T, int G, int R>
 HISPARSE_INLINE void dots_of(const float* q, const typename T::Raw* const* vectors, int64_t offset,
                              int32_t dim, float* out) {
-  dots_of<T, G, R, InOrder<T>>(q, vectors, vectors, offset, dim, out);
+  dots_of<T, G, R, InOrder<T>>(q, vectors, nullptr, offset, dim, out);
 }
 
 // Calls `body` with the number of queries of a block, and the first of them: four at a time.
@@ -201,7 +208,7 @@ HISPARSE_INLINE void group_dots(const float* q, int32_t group,
     constexpr int R = decltype(number)::value;
     for_blocks(group, [&](auto queries, int32_t g) {
       constexpr int G = decltype(queries)::value;
-      const auto* ahead = vectors + t + (g == 0 ? distance : 0);
+      const auto* ahead = g == 0 && distance > 0 ? vectors + t + distance : nullptr;
       dots_of<T, G, R, P>(q + g * dim, vectors + t, ahead, 0, dim, out + g * room + t * G);
     });
   };
@@ -227,12 +234,12 @@ HISPARSE_INLINE void page_dots(const float* q, int32_t group, const typename T::
     for_blocks(group, [&](auto queries, int32_t g) {
       constexpr int G = decltype(queries)::value;
       float* products = out + g * room + t * G;
-      const auto* later = vectors + (g == 0 ? kVectors : 0);
+      const auto* later = g == 0 ? vectors + kVectors : nullptr;
       if (count == kVectors) {
         dots_of<T, G, kVectors, InOrder<T>>(q + g * dim, vectors, later, 0, dim, products);
       } else {
         for (int32_t i = 0; i < count; ++i) {
-          dots_of<T, G, 1, InOrder<T>>(q + g * dim, vectors + i, later + i, 0, dim,
+          dots_of<T, G, 1, InOrder<T>>(q + g * dim, vectors + i, later ? later + i : nullptr, 0, dim,
                                        products + i * G);
         }
       }
