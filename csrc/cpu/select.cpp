@@ -41,19 +41,23 @@ Floats finite(Floats score) {
 int32_t whole_vectors(int32_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
 // Copies a head's scores, `finite`, and pads them to whole vectors with -inf. Returns whether one of
-// them was NaN or +inf.
-bool copy_finite(const float* scores, int32_t count, float* out) {
+// them was NaN or +inf; `best` becomes the largest, if it is larger.
+bool copy_finite(const float* scores, int32_t count, float* out, float& best) {
   Ints invalid = {};
+  Floats highest = splat(-INFINITY);
   int32_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    const Floats score = Float32::load(scores + i);
+    const Floats score = Float32::load(scores + i), own = finite(score);
     invalid |= ~(score <= kLargest);
-    store(out + i, finite(score));
+    highest = maximum(highest, own);
+    store(out + i, own);
   }
   bool found = signs(invalid) != 0;
+  for (int lane = 0; lane < kLanes; ++lane) best = std::max(best, highest[lane]);
   for (; i < count; ++i) {
     found |= !(scores[i] <= kLargest);
     out[i] = finite(scores[i]);
+    best = std::max(best, out[i]);
   }
   std::fill(out + count, out + whole_vectors(count), -INFINITY);
   return found;
@@ -67,9 +71,9 @@ bool vote(const SelectParams& p, const float* scores, float rest, int32_t count,
   thread_local std::vector<float> weights;
   if (weights.size() < static_cast<size_t>(whole)) weights.resize(whole);
   float* own = weights.data();
-  const bool invalid = copy_finite(scores, count, own);
+  float best = rest;
+  const bool invalid = copy_finite(scores, count, own, best);
   if (p.within >= 0) {
-    const float best = std::max(rest, *std::max_element(own, own + count));
     if (best == -INFINITY) return invalid;
     for (int32_t i = 0; i < whole; i += kLanes) {
       store(out + i, maximum(Float32::load(out + i), Float32::load(own + i) - best));
@@ -96,7 +100,8 @@ bool combine(const SelectParams& p, int64_t b, int64_t head, int32_t count, floa
   // Fewer heads score than select: the heads of a group share their scores.
   const int64_t first = b * p.heads + head * p.heads / p.out_heads;
   if (group == 1 && !p.varies()) {
-    return copy_finite(p.scores + first * p.width, count, out);
+    float best = -INFINITY;
+    return copy_finite(p.scores + first * p.width, count, out, best);
   }
   std::fill_n(out, whole_vectors(count), p.within >= 0 ? -INFINITY : 0.0f);
   bool invalid = false;
