@@ -46,6 +46,8 @@ struct AttentionParams {
   int32_t row_heads;     // rows of a request, each of which attends one of these; 1: all of them
 
   int32_t group() const { return queries / heads; }
+  // And one more of zeros, where four take less time than two and one.
+  int32_t padded_group() const { return group() + (kLanes == 16 && group() % 4 == 3); }
   // The head of the pages that head `head` of a row attends.
   int64_t stored_head(int64_t row, int64_t head) const {
     return row_heads == 1 ? head : row % row_heads * stored_heads / row_heads;
@@ -105,7 +107,7 @@ void apply_scales(const AttentionParams& p, const Span& span, int64_t head, int 
                   const Weights& w) {
   struct Byte { using Raw = uint8_t; };
   if (p.scales.data == nullptr) return;
-  for_blocks(p.group(), [&](auto queries, int32_t g) {
+  for_blocks(p.padded_group(), [&](auto queries, int32_t g) {
     constexpr int G = decltype(queries)::value;
     float* numbers = w.numbers + g * w.stride;
     for (int64_t i = span.first; i < span.last; ++i) {
@@ -139,15 +141,15 @@ void find_tokens(const AttentionParams& p, const Pages& pages, const Span& span,
   tokens.erase(next, tokens.end());
 }
 
-// out [group, Dv], part by part, = weights . values
+// out [padded group, Dv], part by part, = weights . values
 template <typename T>
 void add_values(const AttentionParams& p, const typename T::Raw* const* values, int64_t count,
                 const Weights& w, float* out) {
   const int32_t width = p.values.width;
-  std::fill_n(out, p.group() * width, 0.0f);
+  std::fill_n(out, p.padded_group() * width, 0.0f);
   for (int64_t first = 0; first < count; first += kTokensPerBlock) {
     const auto tokens = static_cast<int32_t>(std::min(kTokensPerBlock, count - first));
-    for_blocks(p.group(), [&](auto queries, int32_t g) {
+    for_blocks(p.padded_group(), [&](auto queries, int32_t g) {
       constexpr int G = decltype(queries)::value;
       add_tokens<T, G>(w.numbers + g * w.stride + first * G, values + first,
                        g == 0 ? kTokensAhead : 0, tokens, width, out + g * width);
@@ -159,7 +161,7 @@ void add_values(const AttentionParams& p, const typename T::Raw* const* values, 
 template <typename T>
 struct Room {
   Buffer<float> weights, query, sums;
-  std::vector<float> totals;
+  std::vector<float> tops, totals;
   std::vector<const typename T::Raw*> keys, values;
   int64_t task = 0;  // the last one
 };
@@ -209,31 +211,31 @@ HISPARSE_NOINLINE bool attend(const AttentionParams& p, const Task& task, const 
   find_tokens<T>(p, p.keys, next.span, next.stored_head, kTokensAhead, room.values);
   room.values.resize(count + kTokensAhead, room.values.back());
   const int64_t stride = (count + kLanes - 1) / kLanes * kLanes;
-  room.weights.resize(group * stride);
-  room.query.resize(group * dim);
-  room.sums.resize(group * width);
-  room.totals.resize(group);
+  const int32_t padded = p.padded_group();
+  room.weights.resize(padded * stride);
+  room.query.resize(padded * dim);
+  room.sums.resize(padded * width);
+  room.tops.resize(padded);
+  room.totals.resize(padded);
   const Weights w{room.weights.data(), stride};
   const float* q = p.query + (task.row * p.queries + task.head * group) * dim;
   split_in_parts<Parts<T>>(q, group, dim, p.scale * kFactor<T>, room.query.data());
-  group_dots<T>(room.query.data(), group, room.keys.data(), kTokensAhead, count, dim, w.numbers,
+  std::fill_n(room.query.data() + group * dim, (padded - group) * dim, 0.0f);
+  group_dots<T>(room.query.data(), padded, room.keys.data(), kTokensAhead, count, dim, w.numbers,
                 stride);
   apply_scales(p, span, head, 0, w);
-  if (p.logit_cap > 0) {
-    for_blocks(group, [&](auto queries, int32_t g) {
-      cap_logits(w.numbers + g * stride, count * decltype(queries)::value, p.logit_cap);
-    });
-  }
-  for_blocks(group, [&](auto queries, int32_t g) {
+  for_blocks(padded, [&](auto queries, int32_t g) {
     constexpr int G = decltype(queries)::value;
-    exponentiate<G>(w.numbers + g * stride, count, lse + g, &room.totals[g]);
+    float* logits = w.numbers + g * stride;
+    if (p.logit_cap > 0) cap_logits(logits, count * G, p.logit_cap);
+    exponentiate<G>(logits, count, &room.tops[g], &room.totals[g]);
   });
   apply_scales(p, span, head, 1, w);
   add_values<T>(p, room.values.data(), count, w, room.sums.data());
   for (int32_t g = 0; g < group; ++g) {
     const float* sums = room.sums.data() + g * width;
     join_parts<Parts<T>>(sums, width, kFactor<T> / room.totals[g], out + g * width);
-    lse[g] += std::log(room.totals[g]);
+    lse[g] = room.tops[g] + std::log(room.totals[g]);
   }
   return true;
 }
