@@ -1,9 +1,9 @@
 """The tables of RULER in docs/quality.md and bench/results/README.md, from one result.
 
-``python -m scripts.ruler_table RESULT.json`` prints what ``hisparse eval --ruler --json`` found:
-each method's mean over the tasks that the dense model can do, compared in pairs of prompts with the
-dense model and with ``sketch`` at the same budget; then the scores of each task. Percent, with 95%
-intervals.
+``python -m scripts.ruler_table RESULT.json [BUDGET]`` prints what ``hisparse eval --ruler --json``
+found: each method's mean over the tasks that the dense model can do, compared in pairs of prompts
+with the dense model and with ``sketch`` at the same budget; then the scores of each task. Percent,
+with 95% intervals.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def _more(ours: dict[str, Any] | None, other: dict[str, Any]) -> str:
     return _interval(float(more.mean()), *mean_interval(more))
 
 
-def means(result: dict[str, Any]) -> str:
-    """A row for each method and budget, best first."""
+def means(result: dict[str, Any], budget: int | None = None) -> str:
+    """A row for each method and budget, best first; ``budget``: of this one only."""
     cells = [cell for cell in result["cells"] if cell["task"] == MEAN]
+    cells = [cell for cell in cells if budget in (None, cell["budget"])]
     ours = {cell["budget"]: cell for cell in cells if cell["method"] == OURS}
     rows = [["method", "budget", "tokens", "bytes", "score", "lost", f"`{OURS}` is ahead by"]]
     for cell in sorted(cells, key=lambda cell: (-(cell["budget"] or 1e9), -cell["score"])):
@@ -81,4 +82,4 @@ def tasks(result: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    print(means(found), tasks(found), sep="\n\n")
+    print(means(found, *map(int, sys.argv[2:])), tasks(found), sep="\n\n")

@@ -104,17 +104,21 @@ def test_every_figure_of_the_other_models_is_their_results() -> None:
 
 
 def test_rulers_tables_are_the_results(sources: dict[str, list[Path]]) -> None:
-    (file,) = sources["ruler"]
-    result = json.loads(file.read_text(encoding="utf-8"))
+    """More prompts with one budget, and those of the plot, which has more budgets."""
+    (plotted,) = sources["ruler"]
+    more = plotted.with_name("2026-11-28-ruler-qwen-4k-be2554d.json")
+    result, few = (json.loads(x.read_text(encoding="utf-8")) for x in (more, plotted))
     page, results = (
         (ROOT / name).read_text(encoding="utf-8")
         for name in ("docs/quality.md", "bench/results/README.md")
     )
     assert f"\n{ruler_table.means(result)}\n" in page, "python -m scripts.ruler_table"
-    assert f"\n{ruler_table.tasks(result)}\n" in results
-    assert f"`{file.stem}`" in results
-    (mean,) = (c for c in result["cells"] if (c["method"], c["task"]) == ("dense", "mean"))
-    assert f"the {mean['n']} prompts of the ten tasks" in page
+    assert f"\n{ruler_table.means(few, 128)}\n" in page, "python -m scripts.ruler_table"
+    for file, found, text in ((more, result, " prompts of the ten"), (plotted, few, " of these")):
+        assert f"\n{ruler_table.tasks(found)}\n" in results
+        assert f"`{file.stem}`" in results
+        (mean,) = (c for c in found["cells"] if (c["method"], c["task"]) == ("dense", "mean"))
+        assert f"{mean['n']}{text}" in page
 
 
 def test_methods_are_compared_in_pairs() -> None:
