@@ -2,8 +2,8 @@
 
 ``python -m scripts.ruler_table RESULT.json [BUDGET]`` prints what ``hisparse eval --ruler --json``
 found: each method's mean over the tasks that the dense model can do, compared in pairs of prompts
-with the dense model and with ``sketch`` at the same budget; then the scores of each task. Percent,
-with 95% intervals.
+with the dense model and with ``sketch`` at the same budget; the scores of each task; and a row for
+each method with what it loses at each budget. Percent, with 95% intervals.
 """
 
 from __future__ import annotations
@@ -80,6 +80,27 @@ def tasks(result: dict[str, Any]) -> str:
     return "\n".join(_table(rows))
 
 
+def losses(result: dict[str, Any]) -> str:
+    """A row for each method: what it loses with each budget, the least with the first budget first.
+
+    Bytes are of representations of pages: "by request" where a method has none.
+    """
+    cells = [c for c in result["cells"] if c["task"] == MEAN and c["method"] != DENSE]
+    budgets = list(dict.fromkeys(cell["budget"] for cell in cells))
+    found = {(cell["method"], cell["budget"]): cell for cell in cells}
+    rows = [["method", "bytes", *(f"lost, {budget}" for budget in budgets)]]
+    for cell in sorted(cells, key=lambda cell: cell["lost"]):
+        if cell["budget"] == budgets[0]:
+            size = f"{cell['bytes_per_token']:,.0f}" if cell["bytes_per_token"] else "by request"
+            row = [f"`{cell['method']}`", size]
+            for budget in budgets:
+                other = found.get((cell["method"], budget))
+                parts = other and (other["lost"], other["lost_low"], other["lost_high"])
+                row.append(_interval(*parts) if parts else "-")
+            rows.append(row)
+    return "\n".join(_table(rows))
+
+
 if __name__ == "__main__":
     found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    print(means(found, *map(int, sys.argv[2:])), tasks(found), sep="\n\n")
+    print(means(found, *map(int, sys.argv[2:])), tasks(found), losses(found), sep="\n\n")

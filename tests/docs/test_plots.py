@@ -121,6 +121,31 @@ def test_rulers_tables_are_the_results(sources: dict[str, list[Path]]) -> None:
         assert f"{mean['n']}{text}" in page
 
 
+def test_the_rivals_table_is_the_results() -> None:
+    file = ROOT / "bench/results/2026-11-28-ruler-rivals-qwen-4k-77f2bb3.json"
+    result = json.loads(file.read_text(encoding="utf-8"))
+    page, results = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("docs/quality.md", "bench/results/README.md")
+    )
+    assert f"\n{ruler_table.losses(result)}\n" in page, "python -m scripts.ruler_table"
+    assert f"\n{ruler_table.tasks(result)}\n" in results
+    assert f"`{file.stem}`" in results
+
+
+def test_losses_of_a_method_are_in_one_row() -> None:
+    cell = {"task": "mean", "bytes_per_token": 3.0, "lost_low": -0.5, "lost_high": 0.5}
+    found = [("dense", None, 0.0), ("a", 96, 0.2), ("b", 96, 0.1), ("b", 48, 0.3)]
+    cells = [cell | dict(zip(("method", "budget", "lost"), x, strict=True)) for x in found]
+    cells[1]["bytes_per_token"] = 0
+    rows = ruler_table.losses({"cells": cells}).splitlines()
+    assert rows[0] == "| method | bytes | lost, 96 | lost, 48 |"
+    assert rows[2:] == [
+        "| `b` | 3 | 10.0 (-50.0 to 50.0) | 30.0 (-50.0 to 50.0) |",
+        "| `a` | by request | 20.0 (-50.0 to 50.0) | - |",
+    ]
+
+
 def test_methods_are_compared_in_pairs() -> None:
     cell = {"kept_mean": 90.0, "bytes_per_token": 2.0, "budget": 96, "task": "mean"}
     cell |= dict.fromkeys(("low", "high", "lost_low", "lost_high"), 0.5)
