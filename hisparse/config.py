@@ -80,8 +80,8 @@ class HiSparseConfig:
         dense_layers: layers, counted from 0, that are always attended densely. None: no layer.
         reuse_layers: consecutive layers in a group. The first one selects for all of them.
         miss: what happens to selected pages that are not on the device: "transfer" loads them,
-            "host" lets the CPU attend them in host memory meanwhile, "auto" does that on a GPU for
-            as many requests as make it faster, by what is measured at start. No GPU has run either.
+            "host" lets the CPU attend them in host memory meanwhile, "auto" does that on a GPU in
+            steps of enough requests to gain by it, as measured at start. No GPU has run either.
         host_memory: host memory for the KV cache, per node. A fraction is of the free memory.
         device_memory: cap on device pages, representations, tables and staging. A fraction is of
             what the server profiles. None: all of that.

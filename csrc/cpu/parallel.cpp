@@ -60,7 +60,8 @@ std::atomic<Job*> shared_job;
 int64_t own_items;
 Clock::time_point begin_of_own, end_of_own;
 Clock::duration alone{0};     // how long callers have still to work alone
-Clock::duration together{0};  // how long teams have worked since the last wait
+// How long teams have worked since the last wait; before the first, long enough.
+Clock::duration together = std::chrono::hours(1);
 int alone_per_wait = 1;
 
 // Serves one caller at a time; a second caller works alone.
@@ -93,9 +94,10 @@ void run(Job& job) {
   const auto per_item = own / std::max<int64_t>(own_items, 1);
   together += own;
   if (waited <= 2 * per_item + kStall) return;
-  const bool follows = together < kQuietPerWait * waited;
+  const auto wait = std::min(waited, kLongestStall);
+  const bool follows = together < kQuietPerWait * wait;
   alone_per_wait = follows ? std::min(2 * alone_per_wait, kMostAlonePerWait) : 1;
-  alone = alone_per_wait * std::min(waited, kLongestStall);
+  alone = alone_per_wait * wait;
   together = Clock::duration::zero();
 }
 

@@ -20,9 +20,9 @@ from hisparse.config import EXTENSIONS, HiSparseConfig, Resolved
 from hisparse.engine.capabilities import (
     check_capabilities,
     choose_scope,
+    resolve_miss,
     resolve_settings,
     row_tokens,
-    settle_miss,
 )
 from hisparse.engine.contract import call, named
 from hisparse.engine.coordinator import SparseCoordinator
@@ -141,7 +141,7 @@ def resolve(
         CapacityError: the memory is too small for one request.
     """
     check_capabilities(config, resources.device_type)
-    config = settle_miss(config, spec, resources.device_type)
+    config = resolve_miss(config, spec, resources.device_type)
     algorithm, policy, kept = choose_selection(config, spec, scale, resources.device_type)
     captured = resources.captures and config.not_captured(resources.device_type) is None
     resolved = resolve_settings(config, spec, policy.scope, layers, captured=captured)

@@ -111,7 +111,7 @@ def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
     return spec
 
 
-def settle_miss(config: HiSparseConfig, spec: KVSpec, device_type: str) -> HiSparseConfig:
+def resolve_miss(config: HiSparseConfig, spec: KVSpec, device_type: str) -> HiSparseConfig:
     """The settings, with ``miss`` "transfer" for "auto" where the CPU has nothing to gain.
 
     A CPU's own link is a copy in memory. On a GPU the CPU has to attend what is stored.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 #: What "auto" expects: the share of a selection that is missing, and the seconds that CUDA takes to
 #: call the CPU and to bring q there and the result back. Estimates: no GPU has run it.
 _MISSES, _CALL = 0.05, 20e-6
-#: Bytes of pages that "auto" times: more than a CPU's caches keep.
-_TIMED_BYTES = 64 << 20
+#: Bytes of pages that "auto" times, in runs of other pages each: caches have none of them.
+_TIMED_BYTES, _TIMED_RUNS = 256 << 20, 4
 
 
 def make_host_attention(
@@ -54,7 +54,7 @@ def make_host_attention(
         host = CudaHostAttention(manager, policy, away_bytes(config, policy, most))
     if config.miss == "auto":
         host.measure()
-    return host
+    return host if host.min_requests < math.inf else None
 
 
 class HostAttention:
@@ -75,8 +75,8 @@ class HostAttention:
         self._attend_tokens = attend_with(_RowsOfHeads(1), policy.max_pages)
 
     def serves(self, step: DecodeStep) -> bool:
-        """Whether it attends the missing pages of a step."""
-        return len(step.slots) >= self.min_requests
+        """Whether it attends the missing pages of a step, by its requests that select pages."""
+        return len(step.by_mode.get("sparse", step).slots) >= self.min_requests
 
     def measure(self) -> None:
         """Choose ``min_requests``, by the seconds of a page over the link and on the CPU."""
@@ -86,20 +86,19 @@ class HostAttention:
         count = min(_TIMED_BYTES // page_bytes, len(stored.k), len(pages.k))
         rows = min(8, count // heads) * heads
         table = torch.arange(count // rows * rows, dtype=torch.int32).view(rows, -1)
-        lens = torch.full((rows,), table.shape[1] * policy.kv.page_size, dtype=torch.int32)
+        parts = table.chunk(_TIMED_RUNS, dim=1)
         shape = rows, policy.kv.num_q_heads // heads, policy.kv.head_dim
-        queries, on_device = torch.ones(shape, dtype=policy.kv.dtype), table.to(device)
-        link = (
-            _seconds(lambda: move_pages(stored, on_device, pages, on_device, heads=heads), device)
-            / table.numel()
-        )
-        cpu = (
-            _seconds(
-                lambda: self._attend_rows(queries, stored, table, lens, policy.attention_rule),
-                device,
-            )
-            / table.numel()
-        )
+        queries = torch.ones(shape, dtype=policy.kv.dtype)
+
+        def load(part: Tensor) -> None:
+            move_pages(stored, part, pages, part, heads=heads)
+
+        def attend(part: Tensor) -> None:
+            lens = torch.full((rows,), part.shape[1] * policy.kv.page_size, dtype=torch.int32)
+            self._attend_rows(queries, stored, part.contiguous(), lens, policy.attention_rule)
+
+        link = _seconds_a_page(load, [x.to(device) for x in parts], device)
+        cpu = _seconds_a_page(attend, parts, device)
         gained = _MISSES * policy.max_pages * heads * (link - cpu)  # of a request
         self.min_requests = math.ceil(_CALL / gained) if gained > 0 else math.inf
         logger.info(
@@ -213,18 +212,20 @@ def _native() -> bool:
     return cuda.cuda_library() is not None and cpu_library() is not None
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The fastest of three runs, after a first one."""
+def _seconds_a_page(
+    run: Callable[[Tensor], None], parts: Sequence[Tensor], device: torch.device
+) -> float:
+    """The least time of a page among runs of parts, after a run of the first one."""
 
-    def timed() -> float:
+    def timed(part: Tensor) -> float:
         begin = time.perf_counter()
-        run()
+        run(part)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - begin
+        return (time.perf_counter() - begin) / part.numel()
 
-    timed()
-    return min(timed() for _ in range(3))
+    timed(parts[0])
+    return min(timed(part) for part in parts[1:] or parts)
 
 
 def _split(results: Tensor, queries: Tensor) -> Attended:

@@ -36,10 +36,6 @@ class RecordedCalls:
         self._by_shapes: dict[Hashable, tuple[ResultMemory, dict[Hashable, _Calls]]] = {}
         self._scratch, self._calls = ResultMemory(keeps=True), dict[Hashable, _Calls]()
 
-    def __len__(self) -> int:
-        """Recordings for the shapes of the last step."""
-        return len(self._calls)
-
     def begin_step(self, shapes: Hashable) -> bool:
         """Whether a step of such shapes can use recordings.
 

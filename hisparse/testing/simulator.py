@@ -131,7 +131,7 @@ class Simulator:
     adapter: BackendAdapter = field(default_factory=TorchAdapter)
     checked: bool = True
     aside: SideStream | None = None
-    miss: Literal["transfer", "host"] = "transfer"
+    miss: Literal["transfer", "host", "auto"] = "transfer"
     sinks: Tensor | None = None
 
     def __post_init__(self) -> None:

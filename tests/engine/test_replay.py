@@ -266,7 +266,7 @@ def test_an_error_of_a_recorded_layer_is_that_of_an_unrecorded_one(whose: str) -
         sim.prefill((request, 99))
         for _ in range(4):
             sim.decode(request)
-        assert bool(sim.coordinator.decode._recorded) == records
+        assert bool(sim.coordinator.decode._recorded._calls) == records
         if whose == "algorithm":
             request.host_pages[1] = 10_000
         else:
@@ -287,15 +287,26 @@ def test_an_error_of_a_recorded_layer_is_that_of_an_unrecorded_one(whose: str) -
 
 
 def test_steps_between_few_shapes_are_recorded_once() -> None:
-    """As requests come and go; steps with as many requests as before lose no recording."""
-    sim = Simulator(checked=False, layers=1, algorithm=Quest(), **TOKENS)
-    requests = [sim.request(slot, 545, seed=slot) for slot in (1, 2)]
-    sim.prefill((requests[0], 500), (requests[1], 300))
+    """As requests come and go; a fifth number of requests takes the place of the oldest."""
+    settings = TOKENS | {"layers": 1, "algorithm": Quest(), "num_slots": 6}
+    plain, sim = (Simulator(checked=False, **settings) for _ in range(2))
+    plain.coordinator.decode.recordable.clear()
+    counts = (1, 1, 2, 2, 1, 2, 3, 3, 4, 4, 1, 5, 5, 2)
+    outs: list[list[torch.Tensor]] = []
     recorded = []
-    for number in (1, 1, 2, 2, 1, 2, 1, 2):
-        sim.decode(*requests[:number])
-        recorded.append(bool(sim.coordinator.decode._recorded))
-    assert recorded == [False, True] * 2 + [True] * 4
+    for each in (plain, sim):
+        requests = [each.request(1, 500, seed=1)]
+        requests += [each.request(slot, 150, seed=slot) for slot in range(2, 6)]
+        for request in requests:
+            each.prefill((request, 482 if request.slot == 1 else 120))
+        outs.append([])
+        for count in counts:
+            outs[-1].append(each.decode(*requests[:count]))
+            recorded.append(bool(each.coordinator.decode._recorded._calls))
+    assert_equal(outs[1], outs[0])
+    # When five come, steps of two are those that ended the longest ago.
+    known = [count in counts[:at] for at, count in enumerate(counts[:-1])]
+    assert recorded[len(counts) :] == [*known, False]
 
 
 def test_most_steps_are_recorded_while_contexts_grow() -> None:
@@ -306,6 +317,6 @@ def test_most_steps_are_recorded_while_contexts_grow() -> None:
     recorded = []
     for _ in range(32):
         sim.decode(*requests)
-        recorded.append(bool(sim.coordinator.decode._recorded))
+        recorded.append(bool(sim.coordinator.decode._recorded._calls))
     # Two steps of shapes that are new, from 512 pages and from 513 on.
     assert recorded.count(False) <= 4

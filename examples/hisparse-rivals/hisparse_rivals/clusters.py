@@ -89,8 +89,9 @@ class ClusterAlgorithm(TokenLogitsAlgorithm):
             step.representations[name][layer_id].index_select(0, step.slots)
             for name in (_CODES, _CENTROIDS)
         )
-        if step.max_pages * size > self.tokens:
-            raise ValueError(f"tokens: got {self.tokens}, expected {step.max_pages * size} or more")
+        most = (step.max_pages + 1) * size  # The tail page is coded too.
+        if most > self.tokens:
+            raise ValueError(f"tokens: got {self.tokens}, expected {most} or more")
         parts = centroids.shape[2]
         products = torch.einsum(
             "bhgmd,bhmcd->bhgmc", query.unflatten(-1, (parts, -1)), centroids.float()
