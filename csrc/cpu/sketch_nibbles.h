@@ -262,8 +262,9 @@ HISPARSE_NOINLINE void add_nibbles(Tile<Layout>& tile) {
         // A single register's sums in two, or each product waits for the one before.
         constexpr int kApart = kVectors == 1 ? 1 : 0;
         Sums sums[kVectors + kApart][G] = {};
+        const int32_t end = std::min<int32_t>(first + kTogether / kBlock, blocks);
 #pragma GCC unroll 4
-        for (int32_t block = first; block < std::min(first + kTogether / kBlock, blocks); ++block) {
+        for (int32_t block = first; block < end; ++block) {
           Bytes low[kVectors], high[kVectors];
           unroll<kVectors>([&](auto v) HISPARSE_INLINED {
             const auto x = load_vector<Words>(codes + block * 64 + v * kWidth);
