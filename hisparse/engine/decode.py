@@ -120,7 +120,7 @@ class DecodeLayer:
                 if recorded:
                     key, rows = ("finish", layer_id), last.rows
                     inputs = *last.filled, rows.rows, rows.num_pages, rows.capacity
-                    # The kernels have taken such tensors before: they refuse none.
+                    # Kernels could refuse a host page out of range alone, which nobody allocates.
                     again = self._recorded.again(key, inputs)
                     if again is None and not self._recorded.record(key, inputs, finish):
                         self._finishable.clear()

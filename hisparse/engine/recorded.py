@@ -42,9 +42,9 @@ class RecordedCalls:
         The first one of some shapes does not, since the next one may have others.
         """
         known = shapes in self._by_shapes
-        fresh = ResultMemory(keeps=True), dict[Hashable, _Calls]()
-        self._scratch, self._calls = self._by_shapes.pop(shapes, fresh)
-        self._by_shapes[shapes] = self._scratch, self._calls
+        kept = self._by_shapes.pop(shapes, None) or (ResultMemory(keeps=True), {})
+        self._scratch, self._calls = kept
+        self._by_shapes[shapes] = kept
         if len(self._by_shapes) > _MAX_SHAPES:
             del self._by_shapes[next(iter(self._by_shapes))]
         return known
