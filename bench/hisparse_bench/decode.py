@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.algorithms import ALGORITHMS
 from hisparse.cache.counters import CacheStats
+from hisparse.cache.streams import Pending, SideStream
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.types import IndexerInputs, PagedKV
@@ -25,7 +28,7 @@ from hisparse_bench.peers import (
     reason_to_leave_out,
     torch_native_decode,
 )
-from hisparse_bench.random_requests import RandomRequests
+from hisparse_bench.random_requests import Miss, RandomRequests
 from hisparse_bench.report import Case
 from hisparse_bench.timing import Candidate, kernel_times, timed_case
 
@@ -37,6 +40,8 @@ _WARMUPS = 8
 #: Steps whose kernels are timed one by one, on a GPU.
 _PROFILED = 16
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBench(ModelShape):
@@ -47,12 +52,13 @@ class DecodeBench(ModelShape):
     Attributes:
         context: tokens of each request.
         budget: tokens attended per step and row.
-        misses: fraction of the selected pages that are not resident; 0 keeps all pages resident.
+        misses: fraction of the selected pages that are not resident; 0 keeps all pages resident, 1
+            drops them before each token.
         batch: requests.
         layers: layers of the model; each timed step runs the next one.
         algorithm: name of the algorithm that selects pages.
-        miss: "host" also times a step that attends missing pages in host memory, with queries that
-            drift as fast as those of "transfer".
+        miss: "host" also times a step that attends missing pages in host memory, and "auto" that
+            and its own choice, with queries that drift as fast as those of "transfer".
     """
 
     context: int = 32768
@@ -61,7 +67,7 @@ class DecodeBench(ModelShape):
     batch: int = 1
     layers: int = 2
     algorithm: str = HiSparseConfig.algorithm
-    miss: Literal["transfer", "host"] = "transfer"
+    miss: Miss = "transfer"
 
     def __post_init__(self) -> None:
         if not ALGORITHMS.get(self.algorithm).indexer:
@@ -85,12 +91,17 @@ class DecodeBench(ModelShape):
         agrees = work.agrees()
         work.calibrate(_CALIBRATION_TOKENS)
         on = options.device.type
-        works = {on: work}
-        if self.miss != "transfer":
-            beside = DecodeWorkload(self._make_requests(options, num_tokens, self.miss), 0)
+        # A GPU's own stream does not tell when its work runs.
+        aside = _TimedSideStream() if on == "cpu" and self.miss != "transfer" else None
+        others: tuple[Miss, ...] = () if self.miss == "transfer" else ("host", self.miss)
+        works = {}
+        for miss in dict.fromkeys(others):
+            own = aside if miss == "host" else None
+            made = self._make_requests(options, num_tokens, miss, own)
+            works[f"{on}_{miss}"] = beside = DecodeWorkload(made, self.misses)
             agrees = beside.agrees() and agrees
             beside.drift = work.drift
-            works = {f"{on}_{self.miss}": beside, on: work}
+        works[on] = work
         before = {name: (each.requests.stats, each.requests.length) for name, each in works.items()}
         peers = work.peers()
         ours = {name: Candidate(each.decode, each.prepare) for name, each in works.items()}
@@ -109,6 +120,10 @@ class DecodeBench(ModelShape):
             num_warmups=_WARMUPS,
         )
         case.params["miss_ratio"] = round(miss_ratio(before[on][0], requests.stats), 4)
+        if aside is not None:
+            host = f"{on}_host"
+            num_bytes = works[host].away_bytes_since(*before[host])
+            case.params["away"] = {"bytes": num_bytes} | aside.medians_us(options.num_steps)
         if on == "cuda" and case.gate == "passed":
             steps = range(num_steps, num_steps + _PROFILED)
             case.params["kernels_us"] = kernel_times(ours[on], steps)
@@ -122,13 +137,15 @@ class DecodeBench(ModelShape):
                     f"{flag}: got {tokens}, expected a multiple of --page-size {size}, "
                     f"{4 * size} or more"
                 )
-        if not 0 <= self.misses < 1:
-            raise ConfigError(f"--misses: got {self.misses}, expected 0 or more and less than 1")
         if self.budget > self.context:
             raise ConfigError(f"--budget: got {self.budget}, expected at most the context")
 
     def _make_requests(
-        self, options: Options, num_tokens: int, miss: Literal["transfer", "host"] = "transfer"
+        self,
+        options: Options,
+        num_tokens: int,
+        miss: Miss = "transfer",
+        aside: SideStream | None = None,
     ) -> RandomRequests:
         """Requests that can decode ``num_tokens``."""
         num_tokens = -(-num_tokens // self.page_size) * self.page_size
@@ -144,6 +161,7 @@ class DecodeBench(ModelShape):
             algorithm=self.algorithm,
             seed=options.seed,
             miss=miss,
+            aside=aside,
         )
 
     def _params(self) -> dict[str, Any]:
@@ -154,6 +172,25 @@ def miss_ratio(before: CacheStats, after: CacheStats) -> float:
     """Missing pages of the pages that were selected between two counts."""
     missed = after.miss_pages - before.miss_pages
     return missed / (missed + after.hit_pages - before.hit_pages)
+
+
+class _TimedSideStream(SideStream):
+    """Times what a layer starts for missing pages: the CPU's attention, then their load."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    def start(self, work: Callable[[], _T]) -> Pending[_T]:
+        begin = time.perf_counter()
+        started = super().start(work)
+        self._seconds.append(time.perf_counter() - begin)
+        return started
+
+    def medians_us(self, num_steps: int) -> dict[str, float]:
+        """Medians of the last steps."""
+        last = self._seconds[-2 * num_steps :]
+        parts = {"attend_us": last[::2], "load_us": last[1::2]}
+        return {name: round(1e6 * median(each), 1) for name, each in parts.items()}
 
 
 class DecodeWorkload:
@@ -208,6 +245,8 @@ class DecodeWorkload:
         if self._layer:
             return
         requests.coordinator.forward_end()
+        if self._misses == 1:
+            requests.drop_resident()
         requests.begin_token()
         self._begin_token()
         fresh = torch.randn_like(self._queries)
@@ -222,12 +261,21 @@ class DecodeWorkload:
 
     def bytes_since(self, before: CacheStats, first: int) -> int:
         """Bytes that a step read since counts ``before``, when the context had ``first`` tokens."""
-        requests, layers = self.requests, self.requests.kv.num_layers
-        while self._layer < layers - 1:  # Counts are of whole tokens.
+        steps, read = self._steps_since(first), self.requests.read_bytes
+        return (read(self.requests.stats) - read(before)) // steps
+
+    def away_bytes_since(self, before: CacheStats, first: int) -> int:
+        """Of these, the bytes that the CPU attended in host memory."""
+        steps, page_bytes = self._steps_since(first), self.requests.page_bytes
+        return (self.requests.stats.away_pages - before.away_pages) * page_bytes // steps
+
+    def _steps_since(self, first: int) -> int:
+        """Steps since the context had ``first`` tokens; ends the token, as counts are of tokens."""
+        layers = self.requests.kv.num_layers
+        while self._layer < layers - 1:
             self.prepare(0)
             self.decode(0)
-        read = requests.read_bytes(requests.stats) - requests.read_bytes(before)
-        return read // ((requests.length - first) * layers)
+        return (self.requests.length - first) * layers
 
     def calibrate(self, num_tokens: int) -> None:
         """Adjust the drift to the requested miss ratio; faster drift misses more pages."""

@@ -15,12 +15,15 @@ from hisparse.cache import HostKVPool, PoolSizes
 from hisparse.cache.allocate import zeros
 from hisparse.cache.counters import CacheStats
 from hisparse.cache.formats import format_of
+from hisparse.cache.streams import SideStream
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.build import build, choose_selection
-from hisparse.engine.capabilities import check_capabilities, resolve_settings
+from hisparse.engine.capabilities import check_capabilities, resolve_miss, resolve_settings
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
+
+Miss = Literal["transfer", "host", "auto"]
 
 #: Tokens whose representations are built at once: K and V of a whole context may not fit twice.
 _CHUNK = 4096
@@ -46,6 +49,7 @@ class RandomRequests:
         seed: seed of keys and values.
         scope: selection scope; None: the algorithm's best.
         miss: the setting.
+        aside: replaces the device's own side stream.
     """
 
     kv: KVSpec
@@ -58,7 +62,8 @@ class RandomRequests:
     algorithm: str = HiSparseConfig.algorithm
     seed: int = 0
     scope: SelectionScope | None = None
-    miss: Literal["transfer", "host"] = "transfer"
+    miss: Miss = "transfer"
+    aside: SideStream | None = None
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -75,6 +80,7 @@ class RandomRequests:
             num_sink_pages=0 if kv.index_head_dim else HiSparseConfig.num_sink_pages,
             num_recent_pages=0 if kv.index_head_dim else HiSparseConfig.num_recent_pages,
         )
+        config = resolve_miss(config, kv, self.device.type)
         algorithm = self._make_algorithm(config)
         pin = self.device.type == "cuda"
         self.host = HostKVPool(kv, self.batch * pages + 1, "page_head", pin=pin)
@@ -92,6 +98,7 @@ class RandomRequests:
             host=self.host,
             sizes=self._sizes(),
             device=self.device,
+            aside=self.aside,
         )
         self.representations = self.coordinator.representations
         self.length = self.context
@@ -175,6 +182,11 @@ class RandomRequests:
                 host, table = self.host.stored(layer), self.table[slot - 1, :pages]
                 manager.loader.place(layer, int(slot), oldest, pages, host, table)
 
+    def drop_resident(self) -> None:
+        """Forget the device pages of all requests, but the tail's, in the next forward."""
+        for slot in range(1, self.batch + 1):
+            self.coordinator.manager.residency.begin(slot)
+
     def begin_token(self) -> None:
         """Start a forward of one new token for each request."""
         self.coordinator.forward_begin(self.next_batch())
@@ -224,11 +236,16 @@ class RandomRequests:
         For a selection, what the algorithm scores of every page of the context; the K and V that
         are attended; and, once more, the pages that are copied from host memory.
         """
-        size, page_bytes = self.kv.page_size, self.coordinator.manager.device.page_bytes
+        size, page_bytes = self.kv.page_size, self.page_bytes
         scored = stats.selections * (self.context // size) * self._scored_page_bytes
         attended = stats.selected_tokens * page_bytes // size
         copied = stats.decode_read_bytes - stats.away_pages * page_bytes
         return scored // self.policy.heads + attended + copied
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a device page: K and V of one row's heads."""
+        return self.coordinator.manager.device.page_bytes
 
     @property
     def context_bytes(self) -> int:

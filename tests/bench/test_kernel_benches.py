@@ -204,6 +204,18 @@ def test_the_decode_bench_times_both_ways_with_misses() -> None:
     assert host < transfer, "nothing is copied"
 
 
+def test_the_decode_bench_times_all_ways_with_nothing_resident() -> None:
+    """All but the tail page of a budget of 16 pages, in 8 heads; a step attends, then loads."""
+    sizes = {"context": 1024, "budget": 128, "page_size": 8, "head_dim": 32, "layers": 1}
+    case = DecodeBench(**sizes, misses=1, miss="auto").run(OPTIONS)
+    assert (case.gate, case.params["miss_ratio"]) == ("passed", 1)
+    assert [each.impl for each in case.results[-3:]] == ["cpu_host", "cpu_auto", "cpu"]
+    moved, away = (case.params[name] for name in ("bytes", "away"))
+    assert away["bytes"] == 15 * 8 * (2 * 8 * 32 * 4)
+    assert moved["cpu_auto"] == moved["cpu"] == moved["cpu_host"] + away["bytes"], "auto copies"
+    assert min(away.values()) > 0
+
+
 def test_a_wrong_kernel_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """One index, one page and one output that are wrong, in one implementation each."""
     right_diff, right_gather = residency.diff_tables, residency.gather_pages
