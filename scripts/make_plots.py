@@ -2,7 +2,7 @@
 
 ``python -m scripts.make_plots KIND RESULT.json [RESULT.json ...] OUT.svg`` draws what was printed
 by ``hisparse eval --json`` ("quality"), ``eval --ruler --json`` ("ruler"), ``bench decode --json``
-("speed") or ``trace replay --json`` ("trace").
+("speed"; "misses" with ``--miss host`` or ``auto``) or ``trace replay --json`` ("trace").
 """
 
 from __future__ import annotations
@@ -313,11 +313,8 @@ def ruler_figure(result: dict[str, Any]) -> Figure:
     )
 
 
-def speed_figure(reports: Sequence[dict[str, Any]]) -> Figure:
-    """The README's plot of decode speed: medians of each implementation, with p10 to p90.
-
-    Args:
-        reports: objects that ``hisparse bench decode --json`` printed.
+def _passed(reports: Sequence[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """The machine and commit of reports of ``bench decode``, and all their cases.
 
     Raises:
         ConfigError: the reports have different machines or commits, or a gate failed.
@@ -325,6 +322,73 @@ def speed_figure(reports: Sequence[dict[str, Any]]) -> Figure:
     sources = sorted({f"{report['machine']}, commit {report['commit'][:7]}" for report in reports})
     if len(sources) != 1:
         raise ConfigError(f"got reports of {'; '.join(sources)}; expected one machine and commit")
+    cases = [case for report in reports for case in report["cases"]]
+    for case in cases:
+        if case["gate"] != "passed":
+            raise ConfigError(f"the gate of {case['name']!r} failed; expected reports that passed")
+    return sources[0], cases
+
+
+#: GB/s of the links that :func:`misses_figure` simulates.
+_LINKS = (25, 50)
+
+
+def misses_figure(reports: Sequence[dict[str, Any]]) -> Figure:
+    """A decode step against its missing pages, over links that are simulated.
+
+    The steps ran on a CPU, whose copies have no link: the time of the missing pages' load is taken
+    out of both steps, and "transfer" waits for their bytes at the link's rate instead. A load of
+    "host" runs beside the forward. The second panel has what a step does for missing pages alone,
+    for the device's share of the step is this CPU's too: it does not depend on the device.
+
+    Args:
+        reports: objects that ``hisparse bench decode --miss host --json`` printed on a CPU.
+
+    Raises:
+        ConfigError: see :func:`_passed`.
+    """
+    source, cases = _passed(reports)
+    panels: list[dict[str, list[Point]]] = [{}, {}]
+    for case in cases:
+        params = case["params"]
+        x, away = 100 * params["miss_ratio"], params["away"]
+        medians = {each["impl"]: each["median_us"] for each in case["results"]}
+        waits = {f"transfer, {rate} GB/s": away["bytes"] / rate / 1e3 for rate in _LINKS}
+        rest = medians["cpu"] - away["load_us"]
+        steps = {name: rest + us for name, us in waits.items()}
+        steps["host"] = medians["cpu_host"] - away["load_us"]
+        waits["host"] = away["attend_us"]
+        for panel, lines in zip(panels, (steps, waits), strict=True):
+            for name, us in lines.items():
+                panel.setdefault(name, []).append(Point(x, *[us] * 3))
+    titles = "A layer's step on this CPU, us", "Of it, for missing pages, us"
+    label, ticks = "missing of the selected pages, percent", (5, 15, 50, 100)
+    note = (
+        f"{source}. {params['context']:,} tokens, {params['budget']:,} attended, "
+        f"{params['dtype']}, {params['threads']} threads. Links are simulated: bytes over the "
+        "rate take the place of the copy's time."
+    )
+    return draw(
+        [
+            Panel(title=title, lines=lines, label=label, log=log, ticks=ticks)
+            for title, lines, log in zip(titles, panels, ("x", "xy"), strict=True)
+        ],
+        make_styles(panels[0]),
+        title="Missing pages: brought over a link, or attended by the CPU",
+        note=note,
+    )
+
+
+def speed_figure(reports: Sequence[dict[str, Any]]) -> Figure:
+    """The README's plot of decode speed: medians of each implementation, with p10 to p90.
+
+    Args:
+        reports: objects that ``hisparse bench decode --json`` printed.
+
+    Raises:
+        ConfigError: see :func:`_passed`.
+    """
+    source, _ = _passed(reports)
     cases = [(report, case) for report in reports for case in report["cases"]]
     params, names = {}, {"torch_native": "SGLang torch_native, dense"}
     names["sdpa"] = "PyTorch SDPA, dense"
@@ -332,10 +396,6 @@ def speed_figure(reports: Sequence[dict[str, Any]]) -> Figure:
         figure = Figure(figsize=(9.6, 1.2 * len(cases) + 1), layout="constrained")
         axes = figure.subplots(len(cases), squeeze=False, sharex=True).flat
         for ax, (report, case) in zip(axes, cases, strict=True):
-            if case["gate"] != "passed":
-                raise ConfigError(
-                    f"the gate of {case['name']!r} failed; expected reports that passed"
-                )
             params, results = case["params"], case["results"]
             missing = params["miss_ratio"]
             where = f"{missing:.0%} of the selected pages from host" if missing else "all resident"
@@ -358,7 +418,7 @@ def speed_figure(reports: Sequence[dict[str, Any]]) -> Figure:
             f"{params['budget']:,} tokens, selection and transfers included. Medians, p10 to p90."
         )
         title = "Attention of one layer in one decode step, ms"
-        figure.suptitle("\n".join([title, *textwrap.wrap(f"{sources[0]}. {shapes}", 120)]))
+        figure.suptitle("\n".join([title, *textwrap.wrap(f"{source}. {shapes}", 120)]))
     return figure
 
 
@@ -392,6 +452,7 @@ _KINDS: dict[str, Callable[[Sequence[str]], Figure]] = {
     "quality": lambda files: quality_figure(_read(files[0])),
     "ruler": lambda files: ruler_figure(_read(files[0])),
     "speed": lambda files: speed_figure(list(map(_read, files))),
+    "misses": lambda files: misses_figure(list(map(_read, files))),
     "trace": lambda files: trace_figure([x for file in files for x in _read(file)["traces"]]),
     "capacity": lambda files: capacity_figure([x for file in files for x in _read(file)["traces"]]),
 }

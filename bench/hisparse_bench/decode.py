@@ -58,7 +58,7 @@ class DecodeBench(ModelShape):
         layers: layers of the model; each timed step runs the next one.
         algorithm: name of the algorithm that selects pages.
         miss: "host" also times a step that attends missing pages in host memory, and "auto" that
-            and its own choice, with queries that drift as fast as those of "transfer".
+            and its own choice, all with the same queries.
     """
 
     context: int = 32768
@@ -86,22 +86,18 @@ class DecodeBench(ModelShape):
         self._check()
         num_steps = options.num_steps + _WARMUPS
         num_tokens = -(-(num_steps + _PROFILED) // self.layers) + _CALIBRATION_TOKENS + 2
-        requests = self._make_requests(options, num_tokens)
-        work = DecodeWorkload(requests, self.misses)
-        agrees = work.agrees()
-        work.calibrate(_CALIBRATION_TOKENS)
         on = options.device.type
         # A GPU's own stream does not tell when its work runs.
         aside = _TimedSideStream() if on == "cpu" and self.miss != "transfer" else None
-        others: tuple[Miss, ...] = () if self.miss == "transfer" else ("host", self.miss)
-        works = {}
-        for miss in dict.fromkeys(others):
+        ways: tuple[Miss, ...] = ("host", self.miss) if self.miss != "transfer" else ()
+        works, agrees = {}, True
+        for miss in dict.fromkeys((*ways, "transfer")):
             own = aside if miss == "host" else None
-            made = self._make_requests(options, num_tokens, miss, own)
-            works[f"{on}_{miss}"] = beside = DecodeWorkload(made, self.misses)
-            agrees = beside.agrees() and agrees
-            beside.drift = work.drift
-        works[on] = work
+            work = DecodeWorkload(self._make_requests(options, num_tokens, miss, own), self.misses)
+            agrees = work.agrees() and agrees
+            work.calibrate(_CALIBRATION_TOKENS)
+            works[on if miss == "transfer" else f"{on}_{miss}"] = work
+        work, requests = works[on], works[on].requests
         before = {name: (each.requests.stats, each.requests.length) for name, each in works.items()}
         peers = work.peers()
         ours = {name: Candidate(each.decode, each.prepare) for name, each in works.items()}
@@ -211,7 +207,7 @@ class DecodeWorkload:
         self.left_out: dict[str, str] = {}
         kv = requests.kv
         shape = (kv.num_layers, requests.batch, kv.num_q_heads, kv.head_dim)
-        self._queries = torch.randn(shape, device=requests.device)
+        self._queries = requests.random(*shape)
         self._converted = self._queries.to(kv.dtype)
         self.drift = 0.3 if misses else 1.0
         self._layer = kv.num_layers - 1
@@ -249,7 +245,7 @@ class DecodeWorkload:
             requests.drop_resident()
         requests.begin_token()
         self._begin_token()
-        fresh = torch.randn_like(self._queries)
+        fresh = requests.random(*self._queries.shape)
         self._queries = (1 - self.drift**2) ** 0.5 * self._queries + self.drift * fresh
         # What is timed converts nothing, as the peers' queries are converted too.
         self._converted = self._queries.to(self._converted.dtype)

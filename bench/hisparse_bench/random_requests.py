@@ -67,6 +67,7 @@ class RandomRequests:
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
+        self._generator = torch.Generator(self.device).manual_seed(self.seed)
         kv, size = self.kv, self.kv.page_size
         pages = -(-(self.context + self.max_new_tokens) // size)
         config = HiSparseConfig(
@@ -210,17 +211,21 @@ class RandomRequests:
     def new_token(self) -> tuple[Tensor, Tensor]:
         """Random K and V of the new tokens, ``[B, Hkv, D]``."""
         shape = (self.batch, self.kv.num_kv_heads, self.kv.head_dim)
-        k = self._random(*shape)
-        return k, self.host.format.values_of(k, self._random(*shape))
+        k = self._stored(*shape)
+        return k, self.host.format.values_of(k, self._stored(*shape))
 
     def indexer_inputs(self, tokens: int) -> IndexerInputs:
         """Random outputs of the model's indexer for some tokens; each of its heads weighs 1."""
         width = self.kv.index_head_dim
-        queries = self._random(tokens, _INDEX_HEADS, width)
-        return IndexerInputs(queries, self._random(tokens, width), torch.ones_like(queries[..., 0]))
+        queries = self._stored(tokens, _INDEX_HEADS, width)
+        return IndexerInputs(queries, self._stored(tokens, width), torch.ones_like(queries[..., 0]))
 
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device).to(self.kv.dtype)
+    def _stored(self, *shape: int) -> Tensor:
+        return self.random(*shape).to(self.kv.dtype)
+
+    def random(self, *shape: int) -> Tensor:
+        """Random numbers in float32, the same for other requests of the same seed."""
+        return torch.randn(shape, device=self.device, generator=self._generator)
 
     @property
     def stats(self) -> CacheStats:

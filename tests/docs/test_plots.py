@@ -281,5 +281,5 @@ def test_a_file_that_is_no_result_is_refused_in_one_line(
 def test_the_usage_is_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(
-        "usage: quality|ruler|speed|trace|capacity RESULT.json"
+        "usage: quality|ruler|speed|misses|trace|capacity RESULT.json"
     )
