@@ -15,6 +15,7 @@ from hisparse.algorithms.sketch import Sketch
 from hisparse.engine.batches import StaticBatch
 from hisparse.sglang.backend import HiSparseAttnBackend
 from hisparse.testing import Simulator
+from hisparse.testing.operations import Violation
 from tests.sglang.graph_runner import Runner, server
 
 
@@ -137,4 +138,60 @@ def test_ranks_that_exchange_tokens_replay_if_all_of_them_can(start: Start) -> N
     assert runner.num_replays == 8
 
 
+def reads_a_length(backend: Any, batch: Any) -> None:
+    init_in_graph(backend, batch)
+    int(batch.seq_lens.max())
+
+
+def makes_a_tensor(backend: Any, batch: Any) -> None:
+    init_in_graph(backend, batch)
+    batch.seq_lens.add_(torch.tensor([batch.batch_size]))
+
+
 init_in_graph, load = HiSparseAttnBackend.init_forward_metadata_in_graph, StaticBatch.load
+
+
+@pytest.mark.parametrize(
+    "defect, message",
+    [(reads_a_length, r"int\(tensor"), (makes_a_tensor, "made from host values")],
+)
+def test_a_backend_that_needs_the_host_is_not_captured(
+    defect: Callable[..., None], message: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HiSparseAttnBackend, "init_forward_metadata_in_graph", defect)
+    with pytest.raises(Violation, match=message):
+        start(sizes=(2,))
+
+
+def counts_old_rows(static: Any, batch: Any) -> None:
+    """Rows after the requests are those of the step before, and not marked as padding."""
+    rows = static._rows.clone()
+    load(static, batch)
+    if batch is not None:
+        static._rows[:, len(batch.slots) :] = rows[:, len(batch.slots) :]
+        static._num_real.fill_(rows.shape[1])
+
+
+def captures_requests(static: Any, batch: Any) -> None:
+    """A capture runs its warm-ups on the requests of the last step."""
+    if batch is not None or not static._num_real:
+        load(static, batch)
+
+
+@pytest.mark.parametrize("defect", [counts_old_rows, captures_requests])
+def test_requests_in_rows_of_padding_are_found(
+    defect: Callable[..., None], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StaticBatch, "load", defect)
+    runner = start(sizes=(2,))
+    pair = Pair(runner, (101, 30))
+
+    def serve() -> None:
+        pair.step(0, 1)
+        pair.step(0)
+        runner.graphs.capture()
+        pair.step(0, 1)
+        pair.check_counts()
+
+    with pytest.raises(AssertionError):
+        serve()
