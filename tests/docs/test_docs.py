@@ -208,11 +208,63 @@ def test_the_kv_dtype_in_contributing_serves(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
 
 
+def _measured_steps() -> dict[str, Any]:
+    """What an H200 measured, by the name of the step."""
+    result = json.loads((ROOT / "bench/results/2026-11-26-gpu-h200-2b8255a.json").read_text())
+    return {x["step"]: x.get("output") for x in result["steps"]}
+
+
+def test_the_times_of_kernels_are_the_bounds_and_what_was_measured() -> None:
+    bounds = json.loads((ROOT / "tests/kernels/timing/bounds.json").read_text())
+    steps, lines = _measured_steps(), []
+    (latents,) = (steps[step]["triton"] for step in steps if "of 2,048 latents" in step)
+    kernels = {
+        "sketch_score": "::sketch_score_",
+        "select": "::select_",
+        "paged_attention": "_attend",
+    }
+    for requests in ("1", "8", "32"):
+        (case,) = steps[f"bench decode 128k x {requests}"]["cases"]
+        pairs = [
+            (bounds["128"][requests][name], us)
+            for name, part in kernels.items()
+            for kernel, us in case["params"]["kernels_us"].items()
+            if part in kernel
+        ]
+        pairs.append((bounds["576"][requests]["paged_attention"], latents[requests]))
+        cells = [f"{computed:.0f}, {measured:.0f}" for computed, measured in pairs]
+        lines.append(f"| {requests} | {' | '.join(cells)} |")
+    assert "\n".join(lines) in (ROOT / "docs/kernels.md").read_text(), lines
+
+
+def test_what_a_row_has_already_is_what_the_traces_say() -> None:
+    """In docs/trace.md, and in docs/misses.md why no pages are guessed ahead."""
+    table, pages = [], (ROOT / "docs/trace.md").read_text()
+    again, fewer, most = [], [], 0.0
+    for name in ("16k-94da736", "32k-88c349a"):
+        file = ROOT / f"bench/results/2026-11-23-trace-qwen-{name}.json"
+        trace = json.loads(file.read_text())["traces"][0]
+        assert trace["buffers"][:3] == [2048, 4096, 8192]
+        overlap, lru = trace["adjacent_overlap"], trace["policies"]["lru"]
+        cells = [f"{100 * share:.1f}%" for share in (overlap, *lru["hit_ratio"][:3])]
+        table.append(f"| {' | '.join(cells)} |")
+        again.append(f"{100 * overlap:.0f}")
+        most = max(most, abs(overlap - lru["hit_ratio"][0]))
+        _, near, far = lru["bytes_per_step"][:3]
+        fewer.append(f"{100 * (1 - far / near):.0f}")
+    assert all(f", budget 2,048 {line}" in pages for line in table), table
+    assert most < 0.005
+    text = " ".join((ROOT / "docs/misses.md").read_text().split())
+    for words in (
+        f"selects {again[0]} and {again[1]}% of its pages again",
+        f"{fewer[0]} and {fewer[1]}% fewer bytes",
+    ):
+        assert words in text, words
+
+
 def test_where_the_cpu_would_be_faster_follows_from_the_loads() -> None:
     """Bytes of a layer over what the loads take beyond a call of 20 us; in docs/misses.md."""
-    result = json.loads((ROOT / "bench/results/2026-11-26-gpu-h200-2b8255a.json").read_text())
-    steps = {x["step"]: x.get("output") for x in result["steps"]}
-    lines = []
+    steps, lines = _measured_steps(), []
     for requests in (1, 8, 32):
         params = steps[f"bench decode 128k x {requests}"]["cases"][0]["params"]
         (loads,) = (us for name, us in params["kernels_us"].items() if "GatherPages" in name)

@@ -12,8 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hisparse.algorithms import entry_bytes
 from hisparse.algorithms.dsa import DSA
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
+from hisparse.engine.build import choose_selection
 from hisparse.plan.estimate import GPUS, Hardware, TokenEstimate, estimate_token
 from hisparse.plan.kernel_costs import instructions_us
 from hisparse.types import KVSpec
@@ -22,6 +25,13 @@ from tests.shapes import LLAMA, TOKEN_BYTES
 ROOT = Path(__file__).parents[2]
 LONG = 131072
 H100, H200 = GPUS["h100"], GPUS["h200"]
+#: DeepSeek-V3's latents.
+DEEPSEEK = KVSpec(
+    **{"num_layers": 61, "num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576},
+    **{"v_head_dim": 512, "attention": "MLA"},
+    dtype=torch.bfloat16,
+    page_size=16,
+)
 MEASURED = ROOT / "bench" / "results" / "2026-11-26-gpu-h200-2b8255a.json"
 
 
@@ -44,6 +54,32 @@ def attention(
 
 def close(expected: float) -> Any:
     return pytest.approx(expected, rel=0.15)
+
+
+def dense_ratios(**options: Any) -> list[float]:
+    """Dense attention's time over hisparse's at 1, 8 and 32 requests, with 5% misses."""
+    found = [attention(batch, 0.95, **options) for batch in (1, 8, 32)]
+    return [each.dense_ms / each.hisparse_ms for each in found]
+
+
+def first_gain(hardware: Hardware, algorithm: str = "sketch") -> int:
+    """Tokens, in units of 1,024, from which one request is faster than with dense attention."""
+    for thousands in range(8, LONG // 1024):
+        options = {"context": 1024 * thousands, "algorithm": algorithm}
+        found = attention(1, 0.95, hardware=hardware, **options)
+        if found.hisparse_ms < found.dense_ms:
+            return thousands
+    raise AssertionError(f"{algorithm} is slower up to {LONG} tokens")
+
+
+def met(hardware: Hardware) -> list[bool]:
+    """Whether ``sketch`` is as fast as it shall be, by docs/sizing.md."""
+    ratios = zip(dense_ratios(hardware=hardware), (2.2, 5, 6), strict=True)
+    return [*(ratio >= aim for ratio, aim in ratios), first_gain(hardware) <= 32]
+
+
+def test_the_default_wins_on_an_h100() -> None:
+    assert met(H100) == [True] * 4
 
 
 @pytest.mark.parametrize(("batch", "dense_us"), [(1, 179), (8, 1430)])
@@ -160,12 +196,7 @@ def test_times_of_kernels_grow_with_the_work(name: str, width: int) -> None:
 
 def test_an_indexers_algorithm_waits_for_full_tail_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """With pages of one token in every step; other algorithms promote them beside the model."""
-    spec = KVSpec(
-        **{"num_layers": 61, "num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576},
-        **{"v_head_dim": 512, "attention": "MLA", "index_head_dim": 128},
-        dtype=torch.bfloat16,
-        page_size=1,
-    )
+    spec = replace(DEEPSEEK, index_head_dim=128, page_size=1)
 
     def us() -> float:
         found = attention(1, spec=spec, algorithm="dsa", page_size=1, device_buffer_size=4096)
@@ -186,6 +217,17 @@ def test_a_faster_gpu_or_link_takes_less_time(gpu: str) -> None:
     assert slow.hisparse_ms / 2 < fast.hisparse_ms <= slow.hisparse_ms
 
 
+def page(name: str) -> str:
+    """The text of a page of the docs."""
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def listed(numbers: list[float], form: str = ".2f") -> str:
+    """``a, b and c``"""
+    first, second, third = (format(number, form) for number in numbers)
+    return f"{first}, {second} and {third}"
+
+
 def measured_us(step: str, impl: str) -> float:
     """The median on an H200."""
     steps = json.loads(MEASURED.read_text())["steps"]
@@ -196,7 +238,7 @@ def measured_us(step: str, impl: str) -> float:
 
 def test_the_page_about_sizing_has_these_estimates() -> None:
     """Of a layer in us, beside what was measured; 5% of the pages are missing."""
-    text, first = (ROOT / "docs" / "sizing.md").read_text(), []
+    text = page("sizing")
     for batch in (1, 8, 32):
         step = f"128k x {batch}"
         found = [
@@ -210,17 +252,41 @@ def test_the_page_about_sizing_has_these_estimates() -> None:
         cells.append(f"{measured_us(f'{step} quest', 'cuda'):,.0f}" if batch < 32 else "-")
         line = "| " + " | ".join([f"{batch}", *cells]) + " |"
         assert line in text, line
-    for name in ("sketch", "quest"):
-        contexts = range(8192, LONG, 1024)
-        every = {
-            tokens: attention(1, 0.95, context=tokens, hardware=H200, algorithm=name)
-            for tokens in contexts
-        }
-        first.append(next(n for n, each in every.items() if each.hisparse_ms < each.dense_ms))
-    sentence = (
-        f"{first[0] // 1024}k tokens on with `sketch` and from {first[1] // 1024}k on with `quest`"
-    )
+    assert met(H200) == [True, True, False, False]
+    slow, fast = (listed(dense_ratios(hardware=each)) for each in (H200, H100))
+    for sentence in (
+        f"takes {slow} times as long as `sketch` on an H200, and {fast} times on an H100.",
+        f"from {first_gain(H200)}k tokens on with `sketch` and from "
+        f"{first_gain(H200, 'quest')}k on with `quest`, and from {first_gain(H100)}k on an H100",
+    ):
+        assert sentence in " ".join(text.split()), sentence
+
+
+def page_bytes(spec: KVSpec, algorithm: str = "sketch") -> int:
+    """Bytes on the device that a page in host memory is scored by, in a layer."""
+    _, _, kept = choose_selection(HiSparseConfig(algorithm=algorithm), spec, 1.0)
+    return entry_bytes(kept, "page")
+
+
+def test_scores_read_a_sixteenth_of_k_and_v_but_of_latents() -> None:
+    for width in (64, 96, 128, 256):
+        spec = replace(LLAMA, head_dim=width, v_head_dim=width)
+        assert 16 * page_bytes(spec) <= format_of(spec).layer_token_bytes * spec.page_size
+    share = page_bytes(DEEPSEEK) / format_of(DEEPSEEK).layer_token_bytes / 16
+    sizes = f"{page_bytes(DEEPSEEK) / 16:.0f} bytes per token and layer, {100 * share:.1f}% of"
+    quest = f"`quest` keeps {page_bytes(DEEPSEEK, 'quest') / 16:.0f}."
+    assert sizes in page("deepseek") and quest in page("deepseek"), (sizes, quest)
+
+
+def test_the_page_about_deepseek_has_these_estimates() -> None:
+    """``sketch`` and ``quest`` score latents for longer than dense attention takes."""
+    text = " ".join(page("deepseek").split())
+    sentence = f"dense attention takes {listed(dense_ratios(spec=DEEPSEEK))} times as long as"
     assert sentence in text, sentence
+    assert max(dense_ratios(spec=DEEPSEEK, algorithm="quest")) < 1
+    bounds = json.loads((ROOT / "tests/kernels/timing/bounds.json").read_text())["576"]
+    scores = listed([bounds[batch]["sketch_score"] for batch in ("1", "8", "32")], ",.0f")
+    assert f"scores alone take {scores} us" in text, scores
 
 
 @pytest.mark.parametrize("batch", [1, 8])
