@@ -6,6 +6,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -28,8 +29,8 @@ struct Errors {
 class HostAttention {
  public:
   // Takes paged_attention's arguments but seq_lens.
-  HostAttention(std::shared_ptr<Errors> errors, int64_t layer, Arguments& in)
-      : errors_(std::move(errors)), layer_(layer), threads_(omp_get_max_threads()) {
+  HostAttention(std::shared_ptr<Errors> errors, int threads, int64_t layer, Arguments& in)
+      : errors_(std::move(errors)), threads_(threads), layer_(layer) {
     for (int i = 0; i < kTensors; ++i) {
       if (i == kSeqLens) {
         tokens_.resize(tensor(kPageTable).size(0));
@@ -104,8 +105,8 @@ class HostAttention {
   }
 
   std::shared_ptr<Errors> errors_;
-  int64_t layer_;
   int threads_;
+  int64_t layer_;
   std::vector<int32_t> tokens_;
   int64_t rows_ = 0, one_ = 1;  // Of tokens_: its size and stride.
   DLTensor lens_;
@@ -113,8 +114,9 @@ class HostAttention {
   std::vector<tvm::ffi::AnyView> arguments_;
 };
 
-// The calls of an engine. Graphs make those that are kept.
+// The calls of an engine, on so many threads. Graphs make those that are kept.
 struct HostCalls {
+  int threads;
   std::shared_ptr<Errors> errors = std::make_shared<Errors>();
   std::list<HostAttention> kept;
 };
@@ -130,7 +132,9 @@ void run_once(void* call) {
 
 int64_t host_function(bool keeps) { return reinterpret_cast<int64_t>(keeps ? &run : &run_once); }
 
-int64_t make_host_calls() { return reinterpret_cast<int64_t>(new HostCalls); }
+int64_t make_host_calls(int64_t threads) {
+  return reinterpret_cast<int64_t>(new HostCalls{static_cast<int>(threads)});
+}
 
 void drop_host_calls(int64_t handle) { delete calls_of(handle); }
 
@@ -139,8 +143,9 @@ int64_t prepare_attention(Arguments& in) {
   HostCalls* calls = calls_of(in.number<int64_t>());
   const bool keeps = in.number<bool>();
   const auto layer = in.number<int64_t>();
-  if (keeps) return reinterpret_cast<int64_t>(&calls->kept.emplace_back(calls->errors, layer, in));
-  return reinterpret_cast<int64_t>(new HostAttention(calls->errors, layer, in));
+  auto& [threads, errors, kept] = *calls;
+  if (!keeps) return reinterpret_cast<int64_t>(new HostAttention(errors, threads, layer, in));
+  return reinterpret_cast<int64_t>(&kept.emplace_back(errors, threads, layer, in));
 }
 
 // Empty: nothing went wrong.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -63,6 +64,7 @@ class HostAttention:
     Attributes:
         attends_contexts: whether :meth:`attend_contexts` is there.
         min_requests: the smallest step whose missing pages it attends; infinite: none is.
+        threads: that it takes.
     """
 
     attends_contexts: ClassVar[bool] = True
@@ -70,6 +72,7 @@ class HostAttention:
 
     def __init__(self, manager: SparseKVCacheManager, policy: SelectionPolicy) -> None:
         self._manager, self._policy = manager, policy
+        self.threads = torch.get_num_threads()
         attend_with = manager.host.format.attend_with
         self._attend_rows = attend_with(_RowsOfHeads(policy.heads), policy.max_pages)
         self._attend_tokens = attend_with(_RowsOfHeads(1), policy.max_pages)
@@ -98,14 +101,18 @@ class HostAttention:
             self._attend_rows(queries, stored, part.contiguous(), lens, policy.attention_rule)
 
         link = _seconds_a_page(load, [x.to(device) for x in parts], device)
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
         cpu = _seconds_a_page(attend, parts, device)
+        torch.set_num_threads(before)
         gained = _MISSES * policy.max_pages * heads * (link - cpu)  # of a request
         self.min_requests = math.ceil(_CALL / gained) if gained > 0 else math.inf
         logger.info(
-            'miss "auto": the link brings %.1f GB/s of pages, the CPU attends %.1f: %s',
+            'miss "auto": the link brings %.1f GB/s of pages, %d threads attend %.1f: %s',
             page_bytes / link / 1e9,
+            self.threads,
             page_bytes / cpu / 1e9,
-            f"it does from {self.min_requests} requests on" if gained > 0 else "pages are loaded",
+            f"they do from {self.min_requests} requests on" if gained > 0 else "pages are loaded",
         )
 
     def start(
@@ -180,7 +187,8 @@ class CudaHostAttention(HostAttention):
             raise ConfigError(
                 'miss: got "host" without native kernels, expected "transfer": CUDA calls C++'
             )
-        self._calls = HostAttentionCalls(policy.heads)
+        self.threads = _threads_of_a_gpu()
+        self._calls = HostAttentionCalls(policy.heads, self.threads)
         dtypes = policy.kv.dtype, torch.int32, torch.float32
         #: Queries, pages and results, a row each. Calls follow each other: one set is enough.
         self._pinned = [
@@ -210,6 +218,11 @@ class CudaHostAttention(HostAttention):
 def _native() -> bool:
     """Whether CUDA's driver can call C++."""
     return cuda.cuda_library() is not None and cpu_library() is not None
+
+
+def _threads_of_a_gpu() -> int:
+    """This process's cores, shared by the GPUs that it sees, but one, for the server's Python."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()) - 1)
 
 
 def _seconds_a_page(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -266,6 +267,7 @@ def test_auto_is_transfer_where_the_cpu_has_nothing_to_gain() -> None:
     assert resolve_miss(auto, plain, "cuda").miss == "auto"
 
 
+@pytest.mark.usefixtures("in_stream")
 @pytest.mark.parametrize(
     ("link", "cpu"), [(9e-6, 2e-6), (3e-6, 2.9e-6), (2e-6, 3e-6), (1e-6, 1e-6)]
 )
@@ -273,20 +275,36 @@ def test_auto_attends_from_as_many_requests_as_make_that_faster(
     link: float, cpu: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the sum itself: the first number whose pages the CPU attends sooner, call included."""
-    times = []
+    times, threads = [], []
 
     def seconds(run: Any, parts: Any, device: torch.device) -> float:
         run(parts[-1])  # What is timed runs on the pools of an engine.
+        threads.append(torch.get_num_threads())
         times.append((link, cpu)[len(times)])
         return times[-1]
 
     monkeypatch.setattr(host_attention, "_seconds_a_page", seconds)
+    monkeypatch.setattr(host_attention, "_threads_of_a_gpu", lambda: 2)
     sim = Simulator(**AUTO, scope="query_head", q_heads=4, kv_heads=2, head_dim=8)
     host = sim.coordinator.decode._host
     missing = 0.05 * sim.policy.max_pages * sim.policy.heads
     wanted = [n for n in range(1, 2000) if 20e-6 + n * missing * cpu < n * missing * link]
     assert len(times) == 2
+    assert threads == [1, 2]  # As tests have PyTorch's, and as attention will have.
+    assert torch.get_num_threads() == 1
     assert (None if host is None else host.min_requests) == next(iter(wanted), None)
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "threads"), [(96, 8, 11), (16, 1, 15), (2, 0, 1), (4, 8, 1)]
+)
+def test_gpus_share_the_cores(
+    cores: int, gpus: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But one each: though SGLang leaves PyTorch a single thread."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert host_attention._threads_of_a_gpu() == threads
 
 
 def test_a_step_of_too_few_requests_loads_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:

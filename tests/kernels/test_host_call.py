@@ -80,7 +80,7 @@ def test_it_is_attention_over_the_pages_before_the_first_gap(
     kv = stored(dtype)
     query = torch.randn(6, QUERIES, DIM).to(torch.float32 if dtype in EIGHT_BITS else dtype)
     table = i32([[-1] * 5] * 6)
-    call, calls = Call.of(query, kv, table), HostAttentionCalls(heads)
+    call, calls = Call.of(query, kv, table), HostAttentionCalls(heads, 2)
     for lengths in ([5, 0, 1, 3, 5, 2], [0] * 6):
         query.copy_(torch.randn(query.shape))
         table.fill_(-1)
@@ -94,11 +94,29 @@ def test_it_is_attention_over_the_pages_before_the_first_gap(
     calls.raise_error()
 
 
+def test_a_call_takes_the_threads_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that PyTorch may start: SGLang's servers on a GPU leave it one."""
+    made: list[Any] = []
+    monkeypatch.setattr(op, "call_cuda", lambda *call: made.append(call[2:]))
+    call = Call.of(torch.randn(2, QUERIES, DIM), stored(torch.float32), i32([[3, 7], [1, -1]]))
+    before = torch.get_num_threads()
+    for threads in (3, 1):
+        calls = HostAttentionCalls(1, threads)
+        call.launch(calls)
+        function, argument = made.pop()
+        try:
+            # In this thread, as the driver's would: what it may start, PyTorch may then.
+            ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+            assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(before)
+
+
 def test_a_graph_makes_its_call_again(
     monkeypatch: pytest.MonkeyPatch, launched: list[tuple[Any, ...]]
 ) -> None:
     """With what its tensors hold then, whatever else was launched in between."""
-    calls, on = HostAttentionCalls(1), SimpleNamespace(is_cuda=True)
+    calls, on = HostAttentionCalls(1, 2), SimpleNamespace(is_cuda=True)
     call = Call.of(torch.randn(2, QUERIES, DIM), stored(torch.float32), i32([[3, 7], [1, -1]]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     call.launch(calls, on)
@@ -117,7 +135,7 @@ def test_a_graph_makes_its_call_again(
 
 def test_what_was_called_is_gone(launched: list[tuple[Any, ...]]) -> None:
     """Of shapes that differ from step to step, as those of eager steps."""
-    calls, kv, pages = HostAttentionCalls(1), stored(torch.float32), i32([[-1] * 4] * 100)
+    calls, kv, pages = HostAttentionCalls(1, 2), stored(torch.float32), i32([[-1] * 4] * 100)
 
     def launch_all() -> int:
         for rows in range(1, 100):
@@ -150,7 +168,7 @@ def mallinfo() -> Any:
 def test_an_error_is_kept_for_the_engine_whose_call_it_was() -> None:
     table = i32([[3, 7], [1, PAGES]])
     call = Call.of(torch.randn(2, QUERIES, DIM), stored(torch.float32), table)
-    calls, others = HostAttentionCalls(1), HostAttentionCalls(1)
+    calls, others = HostAttentionCalls(1, 2), HostAttentionCalls(1, 2)
     call.launch(calls, layer_id=3)
     assert call.out.eq(0).all()
     assert call.lse.eq(-torch.inf).all()
@@ -169,5 +187,5 @@ def test_an_error_is_kept_for_the_engine_whose_call_it_was() -> None:
 def test_tensors_are_checked_when_it_is_launched(launched: list[tuple[Any, ...]]) -> None:
     query = torch.randn(2, QUERIES, DIM)
     with pytest.raises(KernelError, match="page_table: got"):
-        Call.of(query, stored(torch.float32), i32([[1]]).long()).launch(HostAttentionCalls(1))
+        Call.of(query, stored(torch.float32), i32([[1]]).long()).launch(HostAttentionCalls(1, 2))
     assert not launched

@@ -138,17 +138,18 @@ class HostAttentionCalls:
 
     Args:
         heads: as :func:`paged_attention` takes them.
+        threads: of a call. Those that PyTorch may start are no measure: SGLang leaves it one.
 
     Raises:
         KernelError: there are no C++ kernels.
     """
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, threads: int) -> None:
         library: Any = cpu_library()
         if library is None:
             raise KernelError("attention in host memory: got no C++ kernels, expected them")
         self._library, self._heads = library, heads
-        self._calls = library.make_host_calls()
+        self._calls = library.make_host_calls(threads)
         finalizer = weakref.finalize(self, library.drop_host_calls, self._calls)
         finalizer.atexit = False  # A stream may still make calls as the process ends.
 

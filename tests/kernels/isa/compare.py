@@ -19,9 +19,9 @@ TOLERANCE = 2e-5
 
 #: Kernels that compute in another precision where a processor has the instructions for it.
 #:
-#: ``sketch_score`` rounds queries to 16 bits with AVX-512 before it multiplies base values, and its
-#: exponentials, good to 1e-4, split at other points. Both together were 2e-4 in many inputs.
-_TOLERANCES = {"sketch_score": 4e-4}
+#: ``sketch_score`` rounds queries to 8 bits, and without AVX-512 their products with a page's
+#: scales too. That was 3e-2 of one more than a row's largest score at most.
+_TOLERANCES = {"sketch_score": 6e-2}
 
 
 def difference(call: Call, expected: Result, got: Result) -> str | None:

@@ -30,6 +30,11 @@
 #define ASAN_UNPOISON_MEMORY_REGION(address, bytes)
 #endif
 
+#ifdef __SANITIZE_THREAD__
+// The C library frees memory of a thread that has ended, whose destructors have read it.
+extern "C" const char* __tsan_default_suppressions() { return "race:_dl_deallocate_tls"; }
+#endif
+
 namespace {
 
 using tvm::ffi::AnyView;
