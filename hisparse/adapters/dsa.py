@@ -10,7 +10,7 @@ Written against sglang-kernel 0.4.10 and sgl-flash-mla 1.0.0, which has run on a
 
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended
 from hisparse.adapters.libraries import compute_capability_major, import_function, to_attended
-from hisparse.adapters.torch import TritonAdapter
-from hisparse.types import AttentionRule, Pages, SelectionScope
+from hisparse.adapters.torch import TritonAdapter, as_rows
+from hisparse.types import AttentionRule, PagedKV, Pages, SelectionScope
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +60,22 @@ def make_flash_mla_call(
         query_block: number of query heads to pad ``q`` to.
     """
     size, width = kv.k.shape[2:]
-    offset = torch.arange(size, dtype=torch.int32, device=q.device)
-    tokens = (page_table[..., None] * size + offset).flatten(1)
+    tokens = page_table
+    if size > 1:
+        offset = torch.arange(size, dtype=torch.int32, device=q.device)
+        tokens = (page_table[..., None] * size + offset).flatten(1)
     position = torch.arange(tokens.shape[1], dtype=torch.int32, device=q.device)
     tokens = torch.where(position < seq_lens[:, None], tokens, -1)
-    short = -tokens.shape[1] % _INDEX_BLOCK
+    # `pad` copies even what needs no padding.
+    q, short = q.to(kv.k.dtype), query_block - q.shape[1]
+    q = torch.nn.functional.pad(q, (0, 0, 0, short)) if short else q.contiguous()
+    if short := -tokens.shape[1] % _INDEX_BLOCK:
+        tokens = torch.nn.functional.pad(tokens, (0, short), value=-1)
     return FlashMLACall(
-        q=torch.nn.functional.pad(q.to(kv.k.dtype), (0, 0, 0, query_block - q.shape[1])),
+        q=q,
         # `view` fails for other layouts, where `reshape` would copy all pages.
         kv=kv.k.view(-1, 1, width),
-        indices=torch.nn.functional.pad(tokens, (0, short), value=-1)[:, None],
+        indices=tokens[:, None],
         sm_scale=rule.scale,
         d_v=kv.v.shape[-1],
     )
@@ -90,16 +96,30 @@ class DSAAdapter(TritonAdapter):
     def attend(
         self, q: Tensor, kv: Pages, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        widths, heads = (kv.k.shape[-1], kv.v.shape[-1]), q.shape[1]
-        blocks = [n for n in _QUERY_BLOCKS.get(self._capability_major, ()) if n >= heads]
-        supported = widths == _WIDTHS and kv.k.dtype == torch.bfloat16 and blocks
-        # FlashMLA has neither a cap nor a window.
-        plain = not (rule.logit_cap or rule.window)
-        if self._attend is None or not (supported and plain):
+        block, heads = self._query_block(q.shape[1], kv, rule), q.shape[1]
+        if block is None:
             return super().attend(q, kv, page_table, seq_lens, rule)
-        call = make_flash_mla_call(q, kv, page_table, seq_lens, rule, blocks[0])
+        call = make_flash_mla_call(q, kv, page_table, seq_lens, rule, block)
         out, _, lse = self._attend(**vars(call), **self._options)
         return to_attended(out[:, :heads], lse[:, :heads], seq_lens, base_2=self._base_2)
+
+    def attend_chosen(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, chosen: Tensor
+    ) -> Attended:
+        rule, heads = replace(rule, window=0), q.shape[1]
+        # Padded heads would take more work, and more memory than is charged for a prefill.
+        if self._query_block(heads, PagedKV(k, v), rule) != heads:
+            return super().attend_chosen(q, k, v, rule, chosen)
+        return self.attend(q, *as_rows(k, v, chosen), rule)
+
+    def _query_block(self, heads: int, kv: Pages, rule: AttentionRule) -> int | None:
+        """The number of query heads that FlashMLA pads ``heads`` to; None: it cannot attend."""
+        widths = kv.k.shape[-1], kv.v.shape[-1]
+        supported = self._attend and widths == _WIDTHS and kv.k.dtype == torch.bfloat16
+        # FlashMLA has neither a cap nor a window.
+        if not supported or rule.logit_cap or rule.window:
+            return None
+        return next((n for n in _QUERY_BLOCKS.get(self._capability_major, ()) if n >= heads), None)
 
 
 def _find_flash_mla() -> tuple[Any, dict[str, bool], bool]:

@@ -26,7 +26,7 @@ def token_major(pages: Tensor) -> Tensor:
 
 
 def to_attended(out: Tensor, lse: Tensor, seq_lens: Tensor, *, base_2: bool = False) -> Attended:
-    """Convert a library's results to float32 with a natural lse.
+    """Convert a library's results, in place where that can be, to a natural lse.
 
     Rows without tokens, such as the padding of a CUDA graph, get output 0 and lse -inf: libraries
     return inf or -inf for them, or do not write them.
@@ -39,8 +39,7 @@ def to_attended(out: Tensor, lse: Tensor, seq_lens: Tensor, *, base_2: bool = Fa
     """
     empty = (seq_lens == 0)[:, None]
     lse = lse * math.log(2) if base_2 else lse
-    out = out.float().masked_fill_(empty[..., None], 0.0)
-    return Attended(out, lse.masked_fill(empty, -math.inf))
+    return Attended(out.masked_fill_(empty[..., None], 0.0), lse.masked_fill(empty, -math.inf))
 
 
 class LibraryAdapter(TorchAdapter):

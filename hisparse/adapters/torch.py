@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter, DeviceLimits
-from hisparse.kernels import chunk_attention, paged_attention
+from hisparse.kernels import chunk_attention, operation, paged_attention
 from hisparse.types import AttentionRule, KVSpec, PagedKV, Pages, SelectionScope
 from hisparse.units import format_bytes
 
@@ -52,6 +52,15 @@ class TorchAdapter(BackendAdapter):
     ) -> Attended:
         return Attended(*chunk_attention(q, k, v, causal=causal, rule=rule, first_key=first_key))
 
+    def attend_chosen(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, chosen: Tensor
+    ) -> Attended:
+        if self.impl == "auto" and (not q.is_cuda or operation.why_no_triton()):
+            return super().attend_chosen(q, k, v, rule, chosen)
+        kv, table, lengths = as_rows(k, v, chosen)
+        # Not a subclass's attention over pages: a library may refuse pages of one token.
+        return TorchAdapter.attend(self, q, kv, table, lengths, replace(rule, window=0))
+
 
 @ADAPTERS.register("triton")
 class TritonAdapter(TorchAdapter):
@@ -68,23 +77,24 @@ class TritonAdapter(TorchAdapter):
     def missing(cls) -> str | None:
         return None if find_spec("triton") else "Triton is not installed"
 
-    def attend_chosen(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, chosen: Tensor
-    ) -> Attended:
-        # Each query is a row of a step, and each key a page of one token.
-        table, lengths = _packed(chosen, k.shape[0])
-        kv = PagedKV(k[:, :, None], v[:, :, None])
-        return self.attend(q, kv, table, lengths, replace(rule, window=0))
 
+def as_rows(k: Tensor, v: Tensor, chosen: Tensor) -> tuple[PagedKV, Tensor, Tensor]:
+    """Each query as a row of a step, and each key as a page of one token.
 
-def _packed(chosen: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """``[T, K] int32``, key indices without the padding between them, and how many, ``[T]``."""
-    there = (chosen >= 0) & (chosen < num_keys)
-    count = chosen.shape[1]
-    # In place: of a long prompt these are the largest tensors beside the outputs.
-    place = there.cumsum(-1).sub_(1).masked_fill_(~there, count)
-    table = chosen.new_full((len(chosen), count + 1), -1).scatter_(1, place, chosen)
-    return table[:, :count], there.sum(-1, dtype=torch.int32)
+    Args:
+        k, v, chosen: as for :meth:`BackendAdapter.attend_chosen`.
+
+    Returns:
+        pages ``[Tk, Hkv, 1, D]``, views; key indices without the padding between them ``[T, K]``;
+        and how many, ``[T] int32``.
+    """
+    there = (chosen >= 0) & (chosen < len(k))
+    # In place: of a long prompt these are the largest tensors beside the outputs. Padding goes to
+    # a column before the first.
+    place = there.cumsum(-1).mul_(there)
+    table = chosen.new_full((len(chosen), chosen.shape[1] + 1), -1).scatter_(1, place, chosen)
+    lengths = there.sum(-1, dtype=torch.int32)
+    return PagedKV(k[:, :, None], v[:, :, None]), table[:, 1:], lengths
 
 
 def attention_shared_bytes(kv: KVSpec) -> int:

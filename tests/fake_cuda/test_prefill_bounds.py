@@ -8,16 +8,20 @@ from dataclasses import replace
 
 import pytest
 
+from hisparse.adapters import ADAPTERS, dsa
 from hisparse.memory.costs import prefill_bytes
 from tests.fake_cuda.device import fake_cuda
 from tests.fake_cuda.engine import KINDS, LAYER, FakeEngine, model
 from tests.fake_cuda.test_captured_memory import Peak
+from tests.fake_cuda.test_fallbacks import libraries as libraries
 from tests.fake_cuda.test_launches import NAMES, algorithm_of, scope_of
 
 #: Tokens of the chunk and of the prefix, which is read in eight tiles.
 CHUNK, PREFIX = 2048, 8192
 #: The most kernels that a layer launches for the chunk; those of a tile are about 11.
-LAUNCHES = {"dsa": 240, "infllm": 1500, "msa": 700, "qsa": 300, "snapkv": 230}
+LAUNCHES = {
+    "dsa": 160, "dsa by dsa": 225, "infllm": 1000, "msa": 630, "qsa": 165, "snapkv": 230
+}  # fmt: skip
 USUAL_LAUNCHES = 115
 #: Query heads: those of the model, and fewer, where outputs do not hide what else is allocated.
 HEADS = {"GQA": 32, "MLA": 128, "Qwen4-Exp": 24, "MiniMax-M3": 64, "MiniCPM": 32}
@@ -30,8 +34,16 @@ def cases() -> Iterator[tuple[str, str, str, int]]:
             yield name, kind, "triton", HEADS[kind]
     yield from (("sketch", kind, "triton", heads) for kind, heads in FEW_HEADS.items())
     yield from (("quest", kind, "torch", heads) for kind, heads in HEADS.items())
-    yield "dsa", "MLA", "triton", FEW_HEADS["MLA"]
-    yield "dsa", "MLA", "dsa", HEADS["MLA"]
+    for name in NAMES:
+        # Algorithms with an indexer choose tokens in a prefill.
+        for kind in KINDS[algorithm_of(name).indexer] if algorithm_of(name).indexer else ():
+            spec = model(kind)
+            for adapter in sorted({*ADAPTERS} - {"triton"}):
+                cls = ADAPTERS.get(adapter)
+                if spec.attention in cls.attention and not cls.widths_refused(spec):
+                    yield name, kind, adapter, HEADS[kind]
+    yield from (("dsa", "MLA", adapter, FEW_HEADS["MLA"]) for adapter in ("triton", "torch", "dsa"))
+    yield "dsa", "MLA", "dsa without FlashMLA", HEADS["MLA"]
 
 
 def launches_and_peak(name: str, kind: str, adapter: str, heads: int) -> tuple[int, int, int]:
@@ -62,8 +74,13 @@ def launches_and_peak(name: str, kind: str, adapter: str, heads: int) -> tuple[i
 
 
 @pytest.mark.parametrize(("name", "kind", "adapter", "heads"), list(cases()))
-def test_a_chunk_takes_what_is_charged(name: str, kind: str, adapter: str, heads: int) -> None:
-    launched, taken, charged = launches_and_peak(name, kind, adapter, heads)
-    assert launched <= LAUNCHES.get(name, USUAL_LAUNCHES)
+def test_a_chunk_takes_what_is_charged(
+    name: str, kind: str, adapter: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if adapter.endswith("without FlashMLA"):
+        monkeypatch.setattr(dsa, "_find_flash_mla", lambda: (None, {}, False))
+    launched, taken, charged = launches_and_peak(name, kind, adapter.split()[0], heads)
+    usual = LAUNCHES.get(name, USUAL_LAUNCHES)
+    assert launched <= LAUNCHES.get(f"{name} by {adapter}", usual)
     # A chunk's tensors beside those of attention are smaller, and gone by then.
     assert 0.9 * charged <= taken <= charged
