@@ -330,7 +330,7 @@ def _passed(reports: Sequence[dict[str, Any]]) -> tuple[str, list[dict[str, Any]
 
 
 #: GB/s of the links that :func:`misses_figure` simulates.
-_LINKS = (25, 50)
+_LINKS = (12.5, 25, 50)
 
 
 def misses_figure(reports: Sequence[dict[str, Any]]) -> Figure:

@@ -13,10 +13,17 @@ import pytest
 
 from hisparse.errors import ConfigError
 from scripts import ruler_table
-from scripts.make_plots import main, make_styles, pool_scores, quality_figure, speed_figure
+from scripts.make_plots import (
+    main,
+    make_styles,
+    misses_figure,
+    pool_scores,
+    quality_figure,
+    speed_figure,
+)
 
 ROOT = Path(__file__).parent.parent.parent
-KINDS = ("quality", "ruler", "speed", "trace")
+KINDS = ("quality", "ruler", "speed", "misses", "trace")
 _TASKS = ("needle", "multikey", "qa", "copy")
 
 
@@ -251,6 +258,33 @@ def test_speed_names_the_algorithm_and_the_kernels(reports: list[dict[str, Any]]
     assert "hisparse, dipr" in names and len(names) == 4
     del reports[0]["instruction_sets"]  # as in reports of before 2026-11
     assert "AVX2" not in speed_figure(reports).axes[0].get_title()
+
+
+def test_missing_pages_are_the_results(sources: dict[str, list[Path]]) -> None:
+    """The table; and in the plot no copy has a time here, and a transfer waits for its bytes."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in sources["misses"]]
+    rows, rates, longer, step = [], [], [], dict[str, list[float]]()
+    for report in found:
+        (case,) = report["cases"]
+        params, us = case["params"], {x["impl"]: x["median_us"] for x in case["results"]}
+        away, attend = params["away"], params["away"]["attend_us"]
+        ways = [f"{us[name]:,.0f}" for name in ("cpu", "cpu_auto", "cpu_host")]
+        rates.append(away["bytes"] / attend / 1e3)
+        rows.append([f"{params['miss_ratio']:.0%}", *ways, f"{attend:.0f}, {rates[-1]:.1f} GB/s"])
+        longer.append(us["cpu_auto"] / min(us["cpu"], us["cpu_host"]) - 1)
+        step.setdefault("host", []).append(us["cpu_host"] - away["load_us"])
+        for rate in (25, 50):
+            link = us["cpu"] - away["load_us"] + away["bytes"] / (1e3 * rate)
+            step.setdefault(f"transfer, {rate} GB/s", []).append(link)
+    assert _page_rows("missing") == rows
+    page = " ".join((ROOT / "docs/misses.md").read_text(encoding="utf-8").split())
+    assert f"at most {max(longer):.1%} longer" in page
+    assert f"at {min(rates):.1f} to {max(rates):.1f} GB/s: over links of 25 and 50 GB/s" in page
+    left, right = misses_figure(found).axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in left.lines}
+    assert {name: drawn[name] for name in step} == {x: pytest.approx(y) for x, y in step.items()}
+    (waits,) = [line.get_ydata() for line in right.lines if line.get_label() == "host"]
+    assert list(waits) == [x["cases"][0]["params"]["away"]["attend_us"] for x in found]
 
 
 def test_reports_of_two_commits_or_a_failed_gate_are_refused(
