@@ -1,8 +1,9 @@
 """Which pages in range the sketches of ``dipr`` find, and the time to build them.
 
-``python -m scripts.range_recall MODEL CONTEXT`` prints JSON. A page is in range if it weighs at
-least a hundredth of the heaviest one. Queries are those of the last 512 tokens of the built-in
-texts, each query head alone; keys are those of the layers that attend the whole context.
+``python -m scripts.range_recall MODEL CONTEXT FILE`` prints JSON; FILE keeps q, k and v for other
+runs. A page is in range if it weighs at least a hundredth of the heaviest one. Queries are those
+of the last 512 tokens of the built-in texts, each query head alone; keys are those of the layers
+that attend the whole context.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,38 +68,59 @@ def measured(query: Tensor, key: Tensor) -> dict[str, Tensor]:
     }
 
 
-def main(name: str, context: int) -> None:
-    """Print the result of a model."""
-    folder = resolve(name)
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    ids = AutoTokenizer.from_pretrained(folder)("\n\n".join(map(read_text, TEXTS))).input_ids
-    figures = defaultdict[str, list[Tensor]](list)
-    usual, ours = ALL_ATTENTION_FUNCTIONS["sdpa"], 0.0
+def record(name: str, context: int) -> dict[str, Any]:
+    """Attention's inputs in each layer of a float32 model, and the processor time to read the text.
 
-    def record(module: Any, query: Tensor, key: Tensor, *more: Any, **named: Any) -> Any:
+    ``q [512, Hq, D]`` of the last tokens, ``k`` and ``v [N, Hkv, D]`` of all, bfloat16.
+    """
+    folder = resolve(name)
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(folder)("\n\n".join(map(read_text, TEXTS))).input_ids
+    layers, ours = list[dict[str, Tensor]](), 0.0
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def keep(module: Any, q: Tensor, k: Tensor, v: Tensor, *more: Any, **named: Any) -> Any:
         nonlocal ours
         start = time.process_time()
-        late = query[0, :, -LAST::STRIDE].transpose(0, 1).contiguous()
-        for what, found in measured(late, key[0].transpose(0, 1).contiguous()).items():
-            figures[what].append(found)
+        parts = {"q": q[0, :, -LAST:], "k": k[0], "v": v[0]}
+        layers.append({n: x.transpose(0, 1).bfloat16().contiguous() for n, x in parts.items()})
         ours += time.process_time() - start
-        return usual(module, query, key, *more, **named)
+        return usual(module, q, k, v, *more, **named)
 
-    ALL_ATTENTION_FUNCTIONS.register("record", record)
-    net.config._attn_implementation = "record"
+    ALL_ATTENTION_FUNCTIONS.register("keep", keep)
+    net.config._attn_implementation = "keep"
     start = time.process_time()
     with torch.no_grad():
-        net(torch.tensor([ids[:context]]), logits_to_keep=1)
-    seconds = {"forward": time.process_time() - start - ours}
+        net(torch.tensor([ids[:context]]), logits_to_keep=1, use_cache=False)
+    return {"layers": layers, "forward_s": time.process_time() - start - ours}
+
+
+def recorded(name: str, context: int, file: str) -> dict[str, Any]:
+    """What :func:`record` returns, kept in ``file``: a model takes minutes to read a text."""
+    if not Path(file).exists():
+        torch.save(record(name, context), file)
+    found: dict[str, Any] = torch.load(file)
+    return found
+
+
+def main(name: str, context: int, file: str) -> None:
+    """Print the result of a model."""
+    found = recorded(name, context, file)
+    figures = defaultdict[str, list[Tensor]](list)
+    for layer in found["layers"]:
+        late = layer["q"][::STRIDE].contiguous()
+        for what, share in measured(late, layer["k"]).items():
+            figures[what].append(share)
+    seconds = {"forward": found["forward_s"]}
     seconds["build"] = float(torch.stack(figures.pop("build_s")).sum())
     rows = {}
-    for what, found in figures.items():
-        heads = torch.cat(found)
+    for what, shares in figures.items():
+        heads = torch.cat(shares)
         rows[what] = {"mean": float(heads.mean()), "least": float(heads.min())}
-    about = {"line": f"python -m scripts.range_recall {name} {context}", **provenance.origin()}
+    about = {"line": f"python -m scripts.range_recall {name} {context} FILE", **provenance.origin()}
     about |= {"model": name, "context": context, "queries": LAST // STRIDE, "processor_s": seconds}
     print(json.dumps(about | {"heads": rows}, indent=1))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
