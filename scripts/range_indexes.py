@@ -4,7 +4,9 @@
 ``scripts.range_recall``, and faiss has to be installed. Each index ranks pages for the same
 queries, those of the last 512 tokens over the keys before, on one thread; times are processor time.
 An inverted list finds the tokens in range by its bound, and its pages are ranked by the sums of
-their weights, untimed. A reduced rank scans keys projected on their largest principal directions.
+their weights, untimed. A reduced rank scans projected keys; the projection loses least of the
+products with other queries of the same tokens. Both take keys less their mean, which moves all
+products with a query alike.
 """
 
 from __future__ import annotations
@@ -71,15 +73,26 @@ def sketches(keys: Tensor, bits: int) -> Callable[[Tensor], Tensor]:
     return search
 
 
-def reduced(keys: Tensor, rank: int) -> Callable[[Tensor], Tensor]:
-    """Scores by the keys' projections on the directions with most of their squares."""
-    heads = keys.float().transpose(0, 1)
-    basis = torch.linalg.eigh(heads.mT @ heads).eigenvectors[..., -rank:]
-    search = scan((heads @ basis).transpose(0, 1).to(keys.dtype))
+def centred(keys: Tensor) -> Tensor:
+    """Keys less their mean, ``[Hkv, N, D] float32``."""
+    return (keys.float() - keys.float().mean(0)).transpose(0, 1).contiguous()
+
+
+def reduced(keys: Tensor, rank: int, others: Tensor) -> Callable[[Tensor], Tensor]:
+    """Scores by projected keys; ``others [T, Hq, D]`` are queries to fit the projection to."""
+    heads = centred(keys)
+    queries = others.unflatten(1, (len(heads), -1)).transpose(0, 1).flatten(1, 2)
+    # Least squares of q.k: principal directions of the keys, in the metric of the queries.
+    squares, axes = torch.linalg.eigh(queries.mT @ queries)
+    lengths = squares.clamp(min=squares.amax() * 1e-6).sqrt()[..., None]
+    metric = lengths * axes.mT
+    products = metric @ (heads.mT @ heads) @ metric.mT
+    directions = torch.linalg.eigh(products).eigenvectors[..., -rank:]
+    search = scan((heads @ (metric.mT @ directions)).transpose(0, 1).to(keys.dtype))
+    inverse = axes @ (directions / lengths)
 
     def projected(query: Tensor) -> Tensor:
-        grouped = query.unflatten(1, (len(basis), -1))
-        return search((grouped @ basis).flatten(1, 2))
+        return search((query.unflatten(1, (len(heads), -1)) @ inverse).flatten(1, 2))
 
     return projected
 
@@ -87,7 +100,7 @@ def reduced(keys: Tensor, rank: int) -> Callable[[Tensor], Tensor]:
 def lists(keys: Tensor) -> list[faiss.IndexIVFFlat]:
     """An inverted list of each head."""
     found = []
-    for head in keys.float().transpose(0, 1):
+    for head in centred(keys):
         dim = head.shape[-1]
         near = faiss.IndexFlatIP(dim)
         index = faiss.IndexIVFFlat(near, dim, LISTS, faiss.METRIC_INNER_PRODUCT)
@@ -116,13 +129,15 @@ def probe(indexes: list[faiss.IndexIVFFlat], query: Tensor, probes: int) -> tupl
     return scores.flatten(1, 2), spent
 
 
-def measured(query: Tensor, keys: Tensor) -> Iterator[tuple[str, float, float, Tensor]]:
+def measured(
+    query: Tensor, keys: Tensor, others: Tensor
+) -> Iterator[tuple[str, float, float, Tensor]]:
     """Index, time to build it, time of all queries, and scores; the exact ones first."""
     made = {
         "flat": scan,
         "sketch, 4 bits": partial(sketches, bits=4),
         "sketch, 2 bits": partial(sketches, bits=2),
-        **{f"reduced rank {rank}": partial(reduced, rank=rank) for rank in RANKS},
+        **{f"reduced rank {rank}": partial(reduced, rank=rank, others=others) for rank in RANKS},
     }
     for name, make in made.items():
         search, build = timed(partial(make, keys))
@@ -142,9 +157,10 @@ def main(name: str, context: int, file: str) -> None:
     recalls = defaultdict[str, list[Tensor]](list)
     for layer in recorded(name, context, file)["layers"][::EACH]:
         query = layer["q"][::STRIDE].float() * layer["q"].shape[-1] ** -0.5
+        others = layer["q"][STRIDE // 2 :: STRIDE].float()
         keys = layer["k"][:-LAST].contiguous()
         exact = None
-        for index, build, spent, scores in measured(query, keys):
+        for index, build, spent, scores in measured(query, keys, others):
             exact = scores if exact is None else exact
             builds[index].append(build * 8 / keys.shape[1])
             spents[index].append(spent / query.shape[:2].numel() * 1e6)
