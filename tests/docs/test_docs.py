@@ -262,6 +262,24 @@ def test_what_a_row_has_already_is_what_the_traces_say() -> None:
         assert words in text, words
 
 
+def test_the_figures_of_diprs_indexes_are_the_results() -> None:
+    folder, lines, steps = ROOT / "bench/results", [], dict[str, list[str]]()
+    (indexes,) = folder.glob("*-range-indexes-*.json")
+    for name, row in json.loads(indexes.read_text())["indexes"].items():
+        cells = f"{row['build_s of 8 heads']:.3f} | {row['query_us of a head']:.0f}"
+        recall = f"{row['recall']['mean']:.3f} | {row['recall']['least']:.3f}"
+        lines.append(f"| {name} | {cells} | {recall} |")
+    for kind in ("avx512", "avx2"):
+        (file,) = folder.glob(f"*-range-step-*-{kind}-*.json")
+        for row in json.loads(file.read_text())["steps"]:
+            flat, sketch = row["step_ms"]["flat"], row["step_ms"]["sketch"]
+            cell = f"{flat:.2f}, {sketch:.2f}: {flat / sketch:.2f}"
+            steps.setdefault(row["dtype"], []).append(cell)
+    lines += [f"| {dtype} | {' | '.join(cells)} |" for dtype, cells in steps.items()]
+    page = (folder / "README.md").read_text()
+    assert all(f"\n{line}\n" in page for line in lines), lines
+
+
 def test_where_the_cpu_would_be_faster_follows_from_the_loads() -> None:
     """Bytes of a layer over what the loads take beyond a call of 20 us; in docs/misses.md."""
     steps, lines = _measured_steps(), []
