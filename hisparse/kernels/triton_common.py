@@ -16,6 +16,8 @@ from hisparse.errors import KernelError
 
 #: Of sm_80. GPUs with less (sm_86, sm_89, sm_120) have 99 KiB.
 LARGEST_SHARED = 163 << 10
+#: Programs that score that a multiprocessor runs at once, and turns that one takes.
+_AT_ONCE, _MOST_TURNS = 4, 16
 #: Whether kernels run in Triton's interpreter. It multiplies bfloat16 matrices as if they were
 #: integers, so kernels multiply them as float32 there.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -27,6 +29,32 @@ def shared_bytes(device: torch.device) -> int:
         return LARGEST_SHARED
     about: Any = torch.cuda.get_device_properties(device)
     return int(about.shared_memory_per_block_optin)
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def programs_of(device: torch.device, tiles: int, requests: int, parts: int) -> int:
+    """Programs that take turns at the tiles of one part of a request's row.
+
+    Each loads its queries: it pays to take some turns, unless the device is left idle. A captured
+    step has programs for the longest context: no more than one request keeps busy.
+
+    Args:
+        device: of the tensors.
+        tiles: of the longest row.
+        requests: of the step.
+        parts: of a request, such as KV heads, which have programs of their own.
+    """
+    slots = _AT_ONCE * num_processors(device)
+    programs = max(slots // (requests * parts), triton.cdiv(tiles, _MOST_TURNS))
+    programs = min(programs, triton.cdiv(slots, parts), tiles)
+    # Fewer would take more turns.
+    return int(triton.cdiv(tiles, triton.cdiv(tiles, programs)))
 
 
 def require_dense_rows(**tensors: Tensor | None) -> None:

@@ -69,6 +69,7 @@ class Launch:
         count: kernels.
         kernel: the Triton kernel; None for all others.
         arguments: the Triton kernel's arguments and options by name.
+        grid: its programs.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Launch:
     count: int = 1
     kernel: Any = field(default=None, compare=False)
     arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    grid: tuple[int, ...] = field(default=(), compare=False)
 
 
 class Launches(TorchDispatchMode):
@@ -228,7 +230,7 @@ class Launches(TorchDispatchMode):
                     )
         family = kernel.__module__.split(".")[-2]
         name = f"triton.{family}.{kernel.__name__.strip('_')}"
-        self.add(Launch(name, self._layer, kernel=kernel, arguments=arguments))
+        self.add(Launch(name, self._layer, kernel=kernel, arguments=arguments, grid=tuple(grid)))
 
 
 def _line() -> str:

@@ -164,6 +164,28 @@ def test_an_indexer_scores_a_chunk_in_one_launch() -> None:
     assert [n for name, n in prefill.items() if "score" in name] == [1]
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "kind", "kernel", "most"),
+    [
+        # Of 2,048 blocks of 64 tokens, and of 512 of 16 pages for each of eight KV heads.
+        ("dsa", {}, "MLA", "triton.index.score_kernel", {1: 512, 32: 128, 256: 128}),
+        ("sketch", {"economy": True}, "GQA", "triton.sketch.outline_kernel", {1: 64, 32: 32}),
+    ],
+)
+def test_a_request_of_a_captured_step_has_programs_that_keep_a_device_busy(
+    name: str, options: dict[str, Any], kind: str, kernel: str, most: dict[int, int]
+) -> None:
+    """No more, however long the longest context is, and each takes at most 16 turns else."""
+    config = HiSparseConfig(algorithm=name, algorithm_config=options)
+    algorithm = build_algorithm(config)
+    spec = model(kind, 1 if name == "dsa" else 16)
+    for batch, programs in most.items():
+        with fake_cuda() as launches:
+            FakeEngine(launches, algorithm, spec, "layer", batch=batch).captured()
+            (grid,) = {x.grid for x in launches.all if x.name == kernel}
+        assert grid == (programs, *([batch] if name == "dsa" else [8, batch]))
+
+
 def main() -> None:
     """Print the launches of each case whose algorithm is asked for; without one, the totals."""
     asked = sys.argv[1:]

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.triton_common import rounded
+from hisparse.kernels.triton_common import num_processors, rounded
 
 #: Tokens of a split at least; shorter splits cost more to merge than they save.
 _MIN_SPLIT_TOKENS = 128
@@ -78,10 +78,7 @@ def num_splits(
         most_tokens: tokens that a row can have.
         token_partials: bytes of a token's keys and values over those of a program's partial result.
     """
-    processors = 1
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = at_once * processors // max(programs, 1)
+    wanted = at_once * num_processors(device) // max(programs, 1)
     balanced = math.isqrt(int(most_tokens * token_partials))
     return max(1, min(wanted, balanced, -(-most_tokens // _MIN_SPLIT_TOKENS)))
 

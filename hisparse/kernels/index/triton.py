@@ -16,6 +16,7 @@ from hisparse.kernels.triton_common import (
     from_e4m3,
     num_parts,
     power_of,
+    programs_of,
     reads_e4m3,
     require_dense_rows,
     rounded,
@@ -30,7 +31,7 @@ class _ScoreConstants(NamedTuple):
     heads_block: int  # the same, rounded up to a power of two
     dim: int  # Di, width of a key
     dim_block: int  # the same, rounded up to a power of two
-    tokens: int  # that a program scores
+    tokens: int  # that a program scores in a turn
     parts: int  # numbers that a query's number is split into, see :func:`num_parts`
     fp8: bool  # whether stored keys are float8_e4m3fn
     as_bytes: bool  # whether these are converted in registers
@@ -51,7 +52,7 @@ def index_score(
     num_pages: Tensor,
     scales: Tensor | None,
 ) -> Tensor:
-    """See :func:`hisparse.kernels.index_score`; a program scores 32 or 64 tokens of a request."""
+    """See :func:`hisparse.kernels.index_score`; a program scores 32 or 64 tokens in a turn."""
     (batch, heads, dim), width = new.queries.shape, host_page_table.shape[1]
     scores = torch.empty(batch, 1, width, dtype=torch.float32, device=keys.device)
     if scores.numel() == 0:
@@ -61,7 +62,8 @@ def index_score(
     as_bytes = fp8 and not reads_e4m3(keys.device)
     narrow = torch.float16 if fp8 else keys.dtype
     tokens, num_warps = _tokens_and_warps(keys.dtype, as_bytes)
-    _score_kernel[(triton.cdiv(width, tokens), batch)](
+    programs = programs_of(keys.device, triton.cdiv(width, tokens), batch, 1)
+    _score_kernel[(programs, batch)](
         (new.queries, *new.queries.stride()),
         (new.keys, *new.keys.stride()),
         (new.weights, *new.weights.stride()),
@@ -149,12 +151,12 @@ def _score_kernel(
     table, stride_table, stride_entry, num_pages = host_pages
     width, num_keys = shape
     TOKENS: tl.constexpr = const.tokens
-    block, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    page = block * TOKENS + tl.arange(0, TOKENS)
-    target = scores + request * width + page
+    request = tl.program_id(1).to(tl.int64)
     count = tl.minimum(tl.load(num_pages + request), width)
-    # A captured step has programs for the longest context.
-    if block * TOKENS > count:
+    tiles, programs = tl.cdiv(count, TOKENS), tl.num_programs(0)
+    # The program with the fewest tiles scores the new token, whose key is not stored yet.
+    adds = (tl.program_id(0) == programs - 1) & (count < width)
+    if (tl.program_id(0) >= tiles) & (not adds):
         return
     head, dim = tl.arange(0, const.heads_block), tl.arange(0, const.dim_block)
     there = (head < const.heads)[:, None] & (dim < const.dim)[None, :]
@@ -162,21 +164,22 @@ def _score_kernel(
     q = tl.load(place + dim[None, :] * query_dim, mask=there, other=0.0).to(tl.float32)
     place = weight_data + request * weight_token + head * weight_head
     weight = tl.load(place, mask=head < const.heads, other=0.0).to(tl.float32)
-    # Stored keys; what is read in place of absent ones is discarded.
-    entry = table + request * stride_table + page * stride_entry
-    host_page = existing(tl.load(entry, mask=page < count, other=0), num_keys).to(tl.int64)
-    found = _products(q, weight, key_data + host_page * key_page, const)
-    if const.fp8:
-        found *= tl.load(scales + host_page)
-    if block * TOKENS + TOKENS > count:
-        # The new token, whose key is not stored yet.
+    if adds:
         new_data, new_token, new_dim = new_keys
         source = new_data + request * new_token + dim * new_dim
         new = tl.load(source, mask=dim < const.dim, other=0.0).to(tl.float32)
         product = tl.sum(q * new[None, :], axis=1)
         own = tl.sum(tl.where(product < 0, 0.0, product) * weight, axis=0)
-        found = tl.where(page == count, own, found)
-    tl.store(target, found, mask=(page <= count) & (page < width))
+        tl.store(scores + request * width + count, own)
+    for tile in tl.range(tl.program_id(0), tiles, programs, num_stages=1):
+        page = tile * TOKENS + tl.arange(0, TOKENS)
+        entry = table + request * stride_table + page * stride_entry
+        # What is read in place of absent keys is discarded.
+        host_page = existing(tl.load(entry, mask=page < count, other=0), num_keys).to(tl.int64)
+        found = _products(q, weight, key_data + host_page * key_page, const)
+        if const.fp8:
+            found *= tl.load(scales + host_page)
+        tl.store(scores + request * width + page, found, mask=page < count)
 
 
 @triton.jit

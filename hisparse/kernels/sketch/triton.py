@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.sketch.layout import MOST_SCALE, SCALE_OFFSET, SketchLayout
-from hisparse.kernels.triton_common import existing, require_dense_rows
+from hisparse.kernels.triton_common import existing, programs_of, require_dense_rows
 
 #: Smallest sizes of a matrix product, for outlines.
 _PAGES = 16
@@ -44,7 +44,7 @@ class _OutlineConstants(NamedTuple):
     group: int  # query heads of a KV head
     queries: int  # of them that a program serves
     parts: int  # programs that share a group
-    pages: int  # that a program scores
+    pages: int  # that a program scores in a turn
     dim: int  # D, width of a key
     channels: int  # that are multiplied at once
     half: int  # channels of a byte's low bits
@@ -222,7 +222,8 @@ def outline_score(
     require_dense_rows(outlines=outlines)
     group = q_heads // kv_heads
     parts = triton.cdiv(group, _MOST_QUERIES)
-    _outline_kernel[(triton.cdiv(width, _PAGES), kv_heads * parts, batch)](
+    programs = programs_of(query.device, triton.cdiv(width, _PAGES), batch, kv_heads * parts)
+    _outline_kernel[(programs, kv_heads * parts, batch)](
         query.contiguous(),
         (outlines, *outlines.stride()[:2]),
         (host_page_table, *host_page_table.stride(), num_pages.contiguous()),
@@ -255,29 +256,27 @@ def _outline_kernel(
     width, q_heads, num_host_pages = shape
     head, part = tl.program_id(1) // const.parts, tl.program_id(1) % const.parts
     request = tl.program_id(2).to(tl.int64)
-    page = tl.program_id(0) * const.pages + tl.arange(0, const.pages)
     count = tl.minimum(tl.load(num_pages + request), width)
-    # A captured step has programs for the longest context.
-    if tl.program_id(0) * const.pages >= count:
-        return
-    present = page < count
-    entry = table + request * stride_table + page * stride_entry
-    host_page = existing(tl.load(entry, mask=present, other=0), num_host_pages).to(tl.int64)
-    source = (outline_data + host_page * stride_page + head * stride_head)[:, None]
     member = part * const.queries + tl.arange(0, const.queries)
     row = request * q_heads + head * const.group + member
-    products = tl.zeros((page.shape[0], member.shape[0]), tl.float32)
-    for start in range(0, const.dim, const.channels):
-        dim = start + tl.arange(0, const.channels)
-        there = present[:, None] & (dim < const.dim)[None, :]
-        pair = tl.load(source + (dim % const.half)[None, :], mask=there, other=0).to(tl.int32)
-        four = (pair >> (dim // const.half * 4)[None, :]) & 15
-        value = (four - 16 * (four > 7).to(tl.int32)).to(tl.float32)
-        code = tl.load(source + const.half + (dim // 8)[None, :], mask=there, other=0).to(tl.int32)
-        scale = ((code + _OFFSET) << 20).to(tl.float32, bitcast=True)
-        values = 1.4 * value * (tl.abs(value) + 6.0) * scale
-        own = (member < const.group)[None, :] & (dim < const.dim)[:, None]
-        q = tl.load(query + row[None, :] * const.dim + dim[:, None], mask=own, other=0.0)
-        products += tl.dot(values, q, input_precision="ieee")
-    there = (member < const.group)[None, :] & present[:, None]
-    tl.store(scores + row[None, :] * width + page[:, None], products, mask=there)
+    tiles = tl.cdiv(count, const.pages)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        page = tile * const.pages + tl.arange(0, const.pages)
+        present = page < count
+        entry = table + request * stride_table + page * stride_entry
+        host_page = existing(tl.load(entry, mask=present, other=0), num_host_pages).to(tl.int64)
+        source = (outline_data + host_page * stride_page + head * stride_head)[:, None]
+        products = tl.zeros((page.shape[0], member.shape[0]), tl.float32)
+        for start in range(0, const.dim, const.channels):
+            dim = start + tl.arange(0, const.channels)
+            there = present[:, None] & (dim < const.dim)[None, :]
+            pair = tl.load(source + (dim % const.half)[None, :], mask=there, other=0).to(tl.int32)
+            four = (pair >> (dim // const.half * 4)[None, :]) & 15
+            value = (four - 16 * (four > 7).to(tl.int32)).to(tl.float32)
+            code = tl.load(source + const.half + (dim // 8)[None, :], mask=there, other=0)
+            values = 1.4 * value * (tl.abs(value) + 6.0) * _scale_of(code)
+            own = (member < const.group)[None, :] & (dim < const.dim)[:, None]
+            q = tl.load(query + row[None, :] * const.dim + dim[:, None], mask=own, other=0.0)
+            products += tl.dot(values, q, input_precision="ieee")
+        there = (member < const.group)[None, :] & present[:, None]
+        tl.store(scores + row[None, :] * width + page[:, None], products, mask=there)

@@ -27,8 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hisparse.kernels import operation
-from hisparse.kernels.attention import triton as attention
+from hisparse.kernels import operation, triton_common
+from hisparse.kernels.attention import triton_splits
 from hisparse.kernels.build import cuda as build_cuda
 from hisparse.kernels.build.cache import CACHE, is_intact, private_folder, put
 from hisparse.kernels.build.compiler import SOURCES, binding_flags, digest_of
@@ -117,7 +117,8 @@ def recorded(run: Callable[[Recorded], None], host: Callable[[Tensor], bool]) ->
         patch.object(torch.cuda, "get_device_properties", lambda *device: properties),
         patch.object(torch.cuda, "get_device_capability", lambda *device: divmod(ARCH, 10)),
         patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-        patch.object(attention, "num_splits", _as_on_cuda(attention.num_splits)),
+        patch.object(triton_common, "num_processors", lambda device: PROCESSORS),
+        patch.object(triton_splits, "num_processors", lambda device: PROCESSORS),
         patch.object(JITFunction, "run", lambda *args, **each: triton_run(*args, **each)),
         patch.dict(IMPLEMENTATIONS, {RECORDED: lambda op, place: op.function("cuda")}),
     ):
@@ -128,10 +129,6 @@ def recorded(run: Callable[[Recorded], None], host: Callable[[Tensor], bool]) ->
             fiber_library()["set_processors"](-1)
     if failed:
         raise failed[0]
-
-
-def _as_on_cuda(function: Callable[..., int]) -> Callable[..., int]:
-    return lambda device, *more: function(torch.device("cuda"), *more)
 
 
 class _Library:
