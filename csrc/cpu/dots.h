@@ -167,11 +167,13 @@ HISPARSE_NOINLINE void dots_of(const float* q, const typename T::Raw* const* vec
       });
     }
   }
-  unroll<R>([&](auto r) HISPARSE_INLINED {
-    if constexpr (G == 4) {
-      store(out + r * G, sums_of_four(sums[r]));
+  constexpr int N = std::min(R * G, kLanes);
+  unroll<R * G / N>([&](auto i) HISPARSE_INLINED {
+    const Floats all = join_sums<N>(&sums[0][0] + i * N);
+    if constexpr (N == kLanes) {
+      store(out + i * N, all);
     } else {
-      unroll<G>([&](auto g) HISPARSE_INLINED { out[r * G + g] = sum(sums[r][g]); });
+      unroll<N>([&](auto j) HISPARSE_INLINED { out[i * N + j] = all[j * (kLanes / N)]; });
     }
   });
   for (; d < dim; ++d) {

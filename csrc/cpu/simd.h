@@ -279,35 +279,32 @@ HISPARSE_INLINE float sum(Floats x) { return sum_of<kLanes>(x); }
 // Brings a line into the second cache: the first is too small for what is read that much later.
 HISPARSE_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Four sums in a third of the time; every one is what `sum` gives, to the bit.
-HISPARSE_INLINE Vec<float, 4> sums_of_four(const Floats (&x)[4]) {
-  // Joins two vectors: adds the even parts of both to the odd parts.
-  const auto join = [](auto a, auto b, auto even, int32_t step) HISPARSE_INLINED {
-    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + step);
-  };
-#if defined(__AVX512F__)
-  const Ints halves = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-  const Ints quarters = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
-  const Ints swap2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
-  const Ints swap1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-  const Ints firsts = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
-  Floats all = join(join(x[0], x[1], halves, 8), join(x[2], x[3], halves, 8), quarters, 4);
-  all += __builtin_shuffle(all, swap2);
-  all += __builtin_shuffle(all, swap1);
-  struct Quarters { Vec<float, 4> first, others[3]; };
-  return bit_cast<Quarters>(__builtin_shuffle(all, firsts)).first;
-#elif defined(__AVX2__)
-  const Ints halves = {0, 1, 2, 3, 8, 9, 10, 11}, pairs = {0, 1, 8, 9, 4, 5, 12, 13};
-  const Ints swap1 = {1, 0, 3, 2, 5, 4, 7, 6};
-  Floats all = join(join(x[0], x[1], halves, 4), join(x[2], x[3], halves, 4), pairs, 2);
-  all += __builtin_shuffle(all, swap1);
-  struct Halves { Vec<float, 4> low, high; };
-  const auto [ac, bd] = bit_cast<Halves>(all);
-  return __builtin_shuffle(ac, bd, Vec<int32_t, 4>{0, 4, 2, 6});
-#else
-  const Ints low = {0, 4, 1, 5}, pairs = {0, 1, 4, 5};
-  return join(join(x[0], x[1], low, 2), join(x[2], x[3], low, 2), pairs, 2);
-#endif
+// Joins two vectors, of which each half of 2 * Step lanes holds half of a sum: adds those of `a` in the
+// first half, and those of `b` in the second one. A blend and one shuffle, where two shuffles would
+// wait for each other.
+template <int Step, int... I>
+HISPARSE_INLINE Floats join_halves(Floats a, Floats b, std::integer_sequence<int, I...>) {
+  return __builtin_shuffle(a, b, Ints{(I & Step ? I + kLanes : I)...}) +
+         __builtin_shuffle(a, b, Ints{(I & Step ? I + kLanes - Step : I + Step)...});
+}
+
+// The sums of N vectors, every one what `sum` gives, to the bit, in the lanes that are multiples of
+// kLanes / N.
+template <int N, int Step = kLanes / 2>
+HISPARSE_INLINE Floats join_sums(const Floats* x) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+  if constexpr (Step == 0) {
+    return *x;
+  } else if constexpr (N == 1) {
+    const Floats sums = join_halves<Step>(*x, *x, lanes);
+    return join_sums<1, Step / 2>(&sums);
+  } else {
+    Floats joined[N / 2];
+    unroll<N / 2>([&](auto i) HISPARSE_INLINED {
+      joined[i] = join_halves<Step>(x[i], x[i + N / 2], lanes);
+    });
+    return join_sums<N / 2, Step / 2>(joined);
+  }
 }
 
 template <typename V>
