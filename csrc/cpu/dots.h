@@ -250,7 +250,8 @@ HISPARSE_INLINE void page_dots(const float* q, int32_t group, const typename T::
 }
 
 // out [G, width] += weights [tokens, G] times C vectors of columns of `values`, from `offset` on.
-// The columns of tokens that come `distance` later are brought into the cache meanwhile.
+// As large a share of the tokens that come `distance` later is brought into the cache meanwhile, line by
+// line in order: the processor then fetches more by itself.
 template <typename T, int G, int C, typename P>
 HISPARSE_NOINLINE void add_columns(const float* weights, const typename T::Raw* const* values,
                                    int64_t distance, int32_t tokens, int32_t offset, int32_t width,
@@ -262,10 +263,16 @@ HISPARSE_NOINLINE void add_columns(const float* weights, const typename T::Raw* 
       sums[g][c] = Float32::load(out + g * width + c * kLanes);
     });
   });
+  constexpr int32_t kLine = 64 / sizeof(typename T::Raw), kColumns = C * kLanes;
+  const auto* ahead = values + distance + offset * tokens / width;
+  int32_t column = offset * tokens % width;
   for (int32_t t = 0; t < tokens; ++t, weights += G) {
-    constexpr int32_t kLine = 64 / sizeof(typename T::Raw);
-    const typename T::Raw *value = values[t] + offset, *later = values[t + distance] + offset;
-    for (int32_t at = 0; at < C * kLanes; at += kLine) prefetch(later + at);
+    const typename T::Raw* value = values[t] + offset;
+    for (int32_t at = 0; at < kColumns; at += kLine) {
+      prefetch(*ahead + column);
+      column += std::min(kLine, kColumns);
+      if (column >= width) ++ahead, column = 0;
+    }
     Floats x[C];
     unroll<C / P::kCount>([&](auto c) HISPARSE_INLINED {
       unroll<P::kCount>([&](auto v) HISPARSE_INLINED {

@@ -57,7 +57,7 @@ struct AttentionParams {
 // Tokens of one split: enough work to be worth waking a thread.
 constexpr int64_t kSplitTokens = 1024;
 // Pages lie scattered, so the processor does not foresee them: tokens are prefetched this early.
-constexpr int64_t kTokensAhead = 24;
+constexpr int64_t kTokensAhead = 40;
 // Tokens whose values are multiplied while sums stay in registers; they fit the first cache.
 constexpr int64_t kTokensPerBlock = 32;
 
@@ -101,11 +101,12 @@ struct Weights {
   int64_t stride;
 };
 
+struct Byte { using Raw = uint8_t; };
+
 // Multiplies the numbers of every token by the scale of its key (0) or value (1): a power of two as
 // E8M0, the exponent of a float.
 void apply_scales(const AttentionParams& p, const Span& span, int64_t head, int value,
                   const Weights& w) {
-  struct Byte { using Raw = uint8_t; };
   if (p.scales.data == nullptr) return;
   for_blocks(p.padded_group(), [&](auto queries, int32_t g) {
     constexpr int G = decltype(queries)::value;
@@ -192,6 +193,7 @@ HISPARSE_NOINLINE bool attend(const AttentionParams& p, const Task& task, const 
   const Span& span = task.span;
   for (int64_t i = span.first; i < span.last; ++i) {
     if (span.pages[i] < 0 || span.pages[i] >= p.num_pages) return false;
+    if (p.scales.data != nullptr) prefetch(p.scales.at<Byte>(span.pages[i], task.stored_head, 0));
   }
   const int32_t group = p.group(), dim = p.keys.width, width = p.values.width;
   if (span.first >= span.last) {
