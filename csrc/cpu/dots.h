@@ -57,16 +57,16 @@ struct Float8AsHalf : Float8 {
 };
 
 template <>
-struct Parts<Float8AsHalf> : EvenAndOdd<kLanes / 4> {
+struct Parts<Float8AsHalf> : EvenAndOdd<4> {
   template <int V>
   static HISPARSE_INLINE Floats part(const uint8_t* p) {
-    using Shorts = Vec<int16_t, kCount * kLanes / 2>;
+    using Shorts = Vec<int16_t, 2 * kLanes>;
     Shorts bytes = load_vector<Shorts>(p);
-    if constexpr (V < kCount / 2) bytes <<= 8;
-    struct Each { Halves halves[kCount / 2]; };
+    if constexpr (V < 2) bytes <<= 8;
+    struct Each { Halves halves[2]; };
     // The shift to the right repeats the sign, which the mask drops.
     const Shorts kept = Shorts{} + static_cast<int16_t>(0xbf80);
-    return widen_float16(bit_cast<Each>(bytes >> 1 & kept).halves[V % (kCount / 2)]);
+    return widen_float16(bit_cast<Each>(bytes >> 1 & kept).halves[V % 2]);
   }
 };
 #endif
@@ -249,14 +249,15 @@ HISPARSE_INLINE void page_dots(const float* q, int32_t group, const typename T::
   }
 }
 
-// out [G, width] += weights [tokens, G] times C vectors of columns of `values`, from `offset` on.
-// As large a share of the tokens that come `distance` later is brought into the cache meanwhile, line by
-// line in order: the processor then fetches more by itself.
-template <typename T, int G, int C, typename P>
+// out [G, width] += weights [tokens, G] times C vectors of columns of `values`, from `offset` on, which
+// are parts First and on. As large a share of the tokens that come `distance` later is brought into
+// the cache meanwhile, line by line in order: the processor then fetches more by itself.
+template <typename T, int G, int C, typename P, int First = 0>
 HISPARSE_NOINLINE void add_columns(const float* weights, const typename T::Raw* const* values,
                                    int64_t distance, int32_t tokens, int32_t offset, int32_t width,
                                    float* out) {
-  static_assert(C % P::kCount == 0);
+  constexpr int kParts = std::min(C, P::kCount);
+  static_assert(C % kParts == 0 && First + kParts <= P::kCount);
   Floats sums[G][C];
   unroll<G>([&](auto g) HISPARSE_INLINED {
     unroll<C>([&](auto c) HISPARSE_INLINED {
@@ -267,17 +268,16 @@ HISPARSE_NOINLINE void add_columns(const float* weights, const typename T::Raw* 
   const auto* ahead = values + distance + offset * tokens / width;
   int32_t column = offset * tokens % width;
   for (int32_t t = 0; t < tokens; ++t, weights += G) {
-    const typename T::Raw* value = values[t] + offset;
+    const typename T::Raw* value = values[t] + offset - First * kLanes;
     for (int32_t at = 0; at < kColumns; at += kLine) {
       prefetch(*ahead + column);
       column += std::min(kLine, kColumns);
       if (column >= width) ++ahead, column = 0;
     }
     Floats x[C];
-    unroll<C / P::kCount>([&](auto c) HISPARSE_INLINED {
-      unroll<P::kCount>([&](auto v) HISPARSE_INLINED {
-        x[c * P::kCount + v] = P::template part<v.value>(value + c * P::kCount * kLanes);
-      });
+    unroll<C>([&](auto c) HISPARSE_INLINED {
+      constexpr int kPart = First + c.value % kParts;
+      x[c] = P::template part<kPart>(value + c / kParts * kParts * kLanes);
     });
     unroll<G>([&](auto g) HISPARSE_INLINED {
       const Floats weight = splat(weights[g]);
@@ -296,10 +296,14 @@ template <typename T, int G>
 void add_tokens(const float* weights, const typename T::Raw* const* values, int64_t distance,
                 int32_t tokens, int32_t width, float* out) {
   using P = Parts<T>;
-  constexpr int C = std::max(kRegisters / 2 / G, P::kCount);
+  // Columns whose sums take half of the registers, and columns that are read together.
+  constexpr int C = kRegisters / 2 / G, kTogether = std::max(C, P::kCount);
   int32_t d = 0;
-  for (; d + C * kLanes <= width; d += C * kLanes) {
-    add_columns<T, G, C, P>(weights, values, distance, tokens, d, width, out + d);
+  for (; d + kTogether * kLanes <= width; d += kTogether * kLanes) {
+    unroll<kTogether / C>([&](auto i) HISPARSE_INLINED {
+      const int32_t first = d + i * C * kLanes;
+      add_columns<T, G, C, P, i * C>(weights, values, distance, tokens, first, width, out + first);
+    });
   }
   for (; d + P::kCount * kLanes <= width; d += P::kCount * kLanes) {
     add_columns<T, G, P::kCount, P>(weights, values, distance, tokens, d, width, out + d);
