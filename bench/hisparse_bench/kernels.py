@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
+from hisparse.cache.allocate import zeros
 from hisparse.errors import ConfigError
 from hisparse.kernels import SketchLayout, page_score, page_sketch, paged_attention, sketch_score
 from hisparse.kernels.build.compiler import SOURCES, CannotBuildError
@@ -103,8 +104,8 @@ class KernelsBench(ModelShape):
     read of the same bytes, or as many float32 multiply-adds in registers. All three are timed in
     turns. Kernel and read find their inputs in memory alike, not in a cache: each run takes another
     copy, and the read is half the copies ahead of the kernel. The read goes over contiguous bytes,
-    four streams at a time, where ``paged_attention`` takes pages in random order. What is counted
-    as a multiply-add:
+    four streams at a time, where ``paged_attention`` takes pages in random order. All inputs lie in
+    memory as pools do, in huge memory pages. What is counted as a multiply-add:
 
     - ``page_score``: 2 D for each query head and range, q+ . high + q- . low;
     - ``sketch_score``: for each query head and page D, and one for each token in each of the
@@ -187,7 +188,7 @@ class KernelsBench(ModelShape):
     def _copies(self, inputs: Sequence[Tensor]) -> list[list[Tensor]]:
         num_bytes = sum(x.numel() * x.itemsize for x in inputs)
         count = max(self.layers, -(-self.footprint * 2**20 // num_bytes))
-        return [list(inputs), *([x.clone() for x in inputs] for _ in range(count - 1))]
+        return [[zeros(x.shape, x.dtype, x.device).copy_(x) for x in inputs] for _ in range(count)]
 
     def _query(self) -> Tensor:
         query = torch.randn(1, self.q_heads, self.head_dim)
