@@ -56,10 +56,11 @@ struct AttentionParams {
 
 // Tokens of one split: enough work to be worth waking a thread.
 constexpr int64_t kSplitTokens = 1024;
-// Pages lie scattered, so the processor does not foresee them: tokens are prefetched this early.
-constexpr int64_t kTokensAhead = 40;
 // Tokens whose values are multiplied while sums stay in registers; they fit the first cache.
 constexpr int64_t kTokensPerBlock = 32;
+// Pages lie scattered, so the processor does not foresee them: tokens are prefetched this early. A
+// block's first columns need all of its tokens, so more than a block.
+constexpr int64_t kTokensAhead = kTokensPerBlock + 8;
 
 // Splits of a row, the last of which has up to half as many pages again: a budget and its tail page
 // are one. It depends on nothing but the row, so its sums do not either.
@@ -123,23 +124,22 @@ void apply_scales(const AttentionParams& p, const Span& span, int64_t head, int 
   });
 }
 
-// Appends pointers to the keys or the values of a span's tokens, at most the first `most`, up to a
-// page that does not exist.
+// Writes pointers to the keys or the values of a span's tokens, at most the first `most`, up to a page
+// that does not exist. Returns how many.
 template <typename T>
-void find_tokens(const AttentionParams& p, const Pages& pages, const Span& span, int64_t head,
-                 int64_t most, std::vector<const typename T::Raw*>& tokens) {
+int64_t find_tokens(const AttentionParams& p, const Pages& pages, const Span& span, int64_t head,
+                    int64_t most, const typename T::Raw** tokens) {
   const int64_t stride = pages.token / static_cast<int64_t>(sizeof(typename T::Raw));
-  const size_t found = tokens.size();
-  tokens.resize(found + most);
-  auto next = tokens.begin() + found;
+  int64_t found = 0;
   for (int64_t i = span.first; i < span.last; ++i) {
     if (span.pages[i] < 0 || span.pages[i] >= p.num_pages) break;
     const int32_t begin = span.begin(p, i);
-    const int64_t count = std::min<int64_t>(span.end(p, i) - begin, tokens.end() - next);
+    const int64_t count = std::min<int64_t>(span.end(p, i) - begin, most - found);
     const typename T::Raw* token = pages.at<T>(span.pages[i], head, begin);
-    for (int64_t t = 0; t < count; ++t, token += stride) *next++ = token;
+    for (int64_t t = 0; t < count; ++t) tokens[found + t] = token + t * stride;
+    found += count;
   }
-  tokens.erase(next, tokens.end());
+  return found;
 }
 
 // out [padded group, Dv], part by part, = weights . values
@@ -202,16 +202,16 @@ HISPARSE_NOINLINE bool attend(const AttentionParams& p, const Task& task, const 
     return true;
   }
   const int64_t head = task.stored_head, all = (span.last - span.first) * p.page_size;
-  room.keys.clear();
-  room.values.clear();
-  find_tokens<T>(p, p.keys, span, head, all, room.keys);
-  find_tokens<T>(p, p.values, span, head, all, room.values);
-  const auto count = static_cast<int64_t>(room.keys.size());
+  room.keys.resize(all + kTokensAhead);
+  room.values.resize(all + kTokensAhead);
+  const auto keys = room.keys.data(), values = room.values.data();
+  const int64_t count = find_tokens<T>(p, p.keys, span, head, all, keys);
+  find_tokens<T>(p, p.values, span, head, all, values);
   // The first values come after the last keys, and then the first keys of the next task.
-  room.keys.resize(count + kTokensAhead, room.values.back());
-  std::copy_n(room.values.begin(), std::min(count, kTokensAhead), room.keys.begin() + count);
-  find_tokens<T>(p, p.keys, next.span, next.stored_head, kTokensAhead, room.values);
-  room.values.resize(count + kTokensAhead, room.values.back());
+  std::fill_n(keys + count, kTokensAhead, values[count - 1]);
+  std::copy_n(values, std::min(count, kTokensAhead), keys + count);
+  std::fill_n(values + count, kTokensAhead, values[count - 1]);
+  find_tokens<T>(p, p.keys, next.span, next.stored_head, kTokensAhead, values + count);
   const int64_t stride = (count + kLanes - 1) / kLanes * kLanes;
   const int32_t padded = p.padded_group();
   room.weights.resize(padded * stride);
@@ -223,7 +223,7 @@ HISPARSE_NOINLINE bool attend(const AttentionParams& p, const Task& task, const 
   const float* q = p.query + (task.row * p.queries + task.head * group) * dim;
   split_in_parts<Parts<T>>(q, group, dim, p.scale * kFactor<T>, room.query.data());
   std::fill_n(room.query.data() + group * dim, (padded - group) * dim, 0.0f);
-  group_dots<T>(room.query.data(), padded, room.keys.data(), kTokensAhead, count, dim, w.numbers,
+  group_dots<T>(room.query.data(), padded, keys, kTokensAhead, count, dim, w.numbers,
                 stride);
   apply_scales(p, span, head, 0, w);
   for_blocks(padded, [&](auto queries, int32_t g) {
@@ -233,7 +233,7 @@ HISPARSE_NOINLINE bool attend(const AttentionParams& p, const Task& task, const 
     exponentiate<G>(logits, count, &room.tops[g], &room.totals[g]);
   });
   apply_scales(p, span, head, 1, w);
-  add_values<T>(p, room.values.data(), count, w, room.sums.data());
+  add_values<T>(p, values, count, w, room.sums.data());
   for (int32_t g = 0; g < group; ++g) {
     const float* sums = room.sums.data() + g * width;
     join_parts<Parts<T>>(sums, width, kFactor<T> / room.totals[g], out + g * width);
