@@ -221,6 +221,8 @@ class Launches(TorchDispatchMode):
     def run_triton(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """In place of ``triton.JITFunction.run``."""
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | options
+        blocks = grid(arguments) if callable(grid) else grid
+        assert max(blocks[1:], default=1) <= 65_535, f"{kernel.__name__}: got a grid of {blocks}"
         for name, value in arguments.items():
             for tensor in tensors_in(value):
                 if not tensor.is_cuda and tensor not in self.pinned:

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 
 from hisparse.adapters import ADAPTERS, dsa
 from hisparse.memory.costs import prefill_bytes
-from tests.fake_cuda.device import fake_cuda
+from hisparse.types import AttentionRule
+from tests.fake_cuda.device import CUDA, fake_cuda
 from tests.fake_cuda.engine import KINDS, LAYER, FakeEngine, model
 from tests.fake_cuda.test_captured_memory import Peak
 from tests.fake_cuda.test_fallbacks import libraries as libraries
@@ -84,3 +86,12 @@ def test_a_chunk_takes_what_is_charged(
     assert launched <= LAUNCHES.get(f"{name} by {adapter}", usual)
     # A chunk's tensors beside those of attention are smaller, and gone by then.
     assert 0.9 * charged <= taken <= charged
+
+
+def test_a_prompt_may_have_more_tokens_than_a_grid_has_rows() -> None:
+    with fake_cuda() as launches:
+        q, k = (torch.empty(n, 16, 64, device=CUDA) for n in (70_000, 128))
+        chosen = torch.empty(70_000, 32, dtype=torch.int32, device=CUDA)
+        attended = ADAPTERS.get("torch")().attend_chosen(q, k, k, AttentionRule(0.1), chosen)
+        assert attended.out.shape == q.shape
+        assert sum(each.kernel is not None for each in launches.all) == 2

@@ -38,6 +38,8 @@ from hisparse.kernels.triton_common import (
 from hisparse.types import AttentionRule, StoredKV
 
 _MAX_QUERIES = 32
+#: CUDA's limit on the third dimension of a grid.
+_MAX_ROWS = 65_535
 
 
 class _AttendConstants(NamedTuple):
@@ -64,11 +66,7 @@ class _AttendConstants(NamedTuple):
 
 
 def paged_attention(
-    query: Tensor,
-    kv: StoredKV,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    rule: AttentionRule,
+    query: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`.
 
@@ -84,6 +82,10 @@ def paged_attention(
     to logits and weights.
     """
     rows, queries, _ = query.shape
+    if rows > _MAX_ROWS:
+        parts = zip(*(x.split(_MAX_ROWS) for x in (query, page_table, seq_lens)), strict=True)
+        results = [paged_attention(q, kv, table, lens, rule) for q, table, lens in parts]
+        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
     require_dense_rows(k=kv.k, v=kv.v, scales=kv.scales)
     seq_lens, const = seq_lens.contiguous(), _constants(query, kv, rule)
     heads, value = kv.k.shape[1], const.value_width
