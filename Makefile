@@ -230,7 +230,7 @@ docs: setup
 		bench/results/2026-11-22-trace-qwen-8k-086a4a3.json docs/images/trace.svg
 	$(python) -m scripts.make_plots speed \
 		$(foreach case,32k-float32 32k-bfloat16 4k-resident-float32 4k-resident-bfloat16, \
-		bench/results/2026-11-28-decode-$(case)-avx512-6591953.json) docs/images/speed.svg
+		bench/results/2026-11-28-decode-$(case)-avx512-13c718b.json) docs/images/speed.svg
 	$(python) -m scripts.make_plots misses $(foreach percent,5 15 50 100, \
 		bench/results/2026-11-28-decode-32k-misses-$(percent)-bfloat16-avx512-4ef9af8.json) docs/images/misses.svg
 
