@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -98,9 +100,15 @@ def record(name: str, context: int) -> dict[str, Any]:
 def recorded(name: str, context: int, file: str) -> dict[str, Any]:
     """What :func:`record` returns, kept in ``file``: a model takes minutes to read a text."""
     if not Path(file).exists():
-        torch.save(record(name, context), file)
-    found: dict[str, Any] = torch.load(file)
-    return found
+        made = record(name, context)
+        tensors = {
+            f"{i}.{x}": t for i, layer in enumerate(made["layers"]) for x, t in layer.items()
+        }
+        save_file(tensors, file, {"forward_s": str(made["forward_s"])})
+    with safe_open(file, "pt") as stored:
+        count = len(stored.keys()) // 3
+        layers = [{x: stored.get_tensor(f"{i}.{x}") for x in "qkv"} for i in range(count)]
+        return {"layers": layers, "forward_s": float(stored.metadata()["forward_s"])}
 
 
 def main(name: str, context: int, file: str) -> None:
