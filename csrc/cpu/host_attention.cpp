@@ -116,7 +116,7 @@ class HostAttention {
 
 // The calls of an engine, on so many threads. Graphs make those that are kept.
 struct HostCalls {
-  int threads;
+  int threads = 1;
   std::shared_ptr<Errors> errors = std::make_shared<Errors>();
   std::list<HostAttention> kept;
 };
@@ -133,7 +133,9 @@ void run_once(void* call) {
 int64_t host_function(bool keeps) { return reinterpret_cast<int64_t>(keeps ? &run : &run_once); }
 
 int64_t make_host_calls(int64_t threads) {
-  return reinterpret_cast<int64_t>(new HostCalls{static_cast<int>(threads)});
+  auto* calls = new HostCalls;
+  calls->threads = static_cast<int>(threads);
+  return reinterpret_cast<int64_t>(calls);
 }
 
 void drop_host_calls(int64_t handle) { delete calls_of(handle); }
